@@ -1,0 +1,169 @@
+"""``CacheConfig``: sizes, paths and policies, checked once, here.  Nothing reads the environment."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from types import MappingProxyType
+from typing import Literal, Protocol
+
+from kvtier.errors import ConfigError
+
+__all__ = [
+    "Adaptive",
+    "CacheConfig",
+    "CheckpointPolicy",
+    "Dense",
+    "EvictionPolicy",
+    "Sparse",
+    "parse_bytes",
+]
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}iB": 1 << (10 * (i + 1)) for i, p in enumerate("KMGT")}
+_UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
+
+
+def parse_bytes(value: int | str, name: str = "size") -> int:
+    """``"64GiB"`` or a plain int, as bytes.  Raises ConfigError naming the field."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"{name} must be bytes or a string like '64GiB', got {value!r}")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", value)
+        if match is None or match[2] not in _UNITS:
+            raise ConfigError(f"{name}={value!r} is not a size; write it like '64GiB' or '500MB'")
+        size = int(float(match[1]) * _UNITS[match[2]])
+    if size < 0:
+        raise ConfigError(f"{name} must not be negative, got {value!r}")
+    return size
+
+
+class CheckpointPolicy(Protocol):
+    """At which page ends to keep the tail (layouts with tails only)."""
+
+    def due(self, depth: int, *, prompt_end: bool, branch: bool) -> bool:
+        """Whether to capture a checkpoint at the end of page ``depth`` (1-based)."""
+
+    def keep(self, depth: int, *, prompt_end: bool, branch: bool) -> bool:
+        """Whether a captured one is worth the disk, and outlives the others under pressure."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    every_pages: int
+    capture_all: bool
+    keep_all: bool
+
+    def due(self, depth: int, *, prompt_end: bool, branch: bool) -> bool:
+        return self.capture_all or self.keep(depth, prompt_end=prompt_end, branch=branch)
+
+    def keep(self, depth: int, *, prompt_end: bool, branch: bool) -> bool:
+        return self.keep_all or prompt_end or branch or depth % self.every_pages == 0
+
+
+def _every(every_pages: int) -> int:
+    if every_pages < 1:
+        raise ConfigError(f"every_pages must be at least 1, got {every_pages}")
+    return every_pages
+
+
+def Adaptive(*, every_pages: int = 16) -> CheckpointPolicy:
+    """Capture at every page end; under pressure let go first of those ``Sparse`` would not keep."""
+    return _Placement(_every(every_pages), capture_all=True, keep_all=False)
+
+
+def Dense() -> CheckpointPolicy:
+    """Keep a checkpoint at every page end."""
+    return _Placement(1, capture_all=True, keep_all=True)
+
+
+def Sparse(*, every_pages: int = 16) -> CheckpointPolicy:
+    """Keep checkpoints at prompt ends, branch points and every ``every_pages`` pages."""
+    return _Placement(_every(every_pages), capture_all=False, keep_all=False)
+
+
+class EvictionPolicy(Protocol):
+    """Which evictable page goes first, and what a full tier lets in.  One instance per tier."""
+
+    def rank(self, tick: int, hits: int) -> int:
+        """Pages with the lowest rank leave first; ``tick`` is when it was last used (a counter),
+        ``hits`` how often it was found again."""
+
+    def admit(self, hits: int, *, full: bool) -> bool:
+        """Whether a page found again ``hits`` times may enter the tier, which is ``full`` or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Sizes and paths of a cache.
+
+    A tier of size 0 is off.  Sizes are bytes or strings like "64GiB"; ``Cache.stats()`` reports
+    the pages they came to.  ``disk_bytes`` bounds the whole directory, all stores and ranks in it.
+    Raises ConfigError naming the field.
+    """
+
+    gpu_bytes: int | str
+    """The device pool: pages, and for layouts with tails also windows, states, checkpoints."""
+    cpu_bytes: int | str = 0
+    disk_bytes: int | str = 0
+    disk_path: str | PathLike[str] | None = None
+    disk_mode: Literal["write", "read"] = "write"
+    """"read" opens what another process writes; nothing is stored."""
+    rank: int = 0
+    world: int = 1
+    max_leases: int = 256
+    checkpoints: CheckpointPolicy = field(default_factory=Adaptive)
+    eviction: Literal["adaptive", "lru", "s3fifo"] | EvictionPolicy = "adaptive"
+    store_after_hits: int = 0
+    """Write a page to disk only once it was found again this often; 0: always (but see
+    ``eviction``: "adaptive" asks for one hit while the disk is full)."""
+    codec: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Record component ("history", "checkpoint") -> zstd level; absent: stored raw."""
+    staging_bytes: int | str = "64MiB"
+    """Packed bytes between the device and the host at any time; bounds D2H back-pressure."""
+    on_full: Literal["skip", "wait"] = "skip"
+    """A step that fills pages while staging is full skips storing them, or waits ``wait_s``."""
+    wait_s: float = 1.0
+    io_threads: int = 4
+    max_pinned: float = 0.5
+    """Share of a tier that ``Cache.pin`` may hold."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_bytes", "cpu_bytes", "disk_bytes", "staging_bytes"):
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        if self.gpu_bytes == 0:
+            raise ConfigError("gpu_bytes must not be 0: the device pool holds every open lease")
+        if self.disk_path is not None:
+            object.__setattr__(self, "disk_path", fspath(self.disk_path))
+        if bool(self.disk_bytes) != (self.disk_path is not None):
+            raise ConfigError("disk_bytes and disk_path go together: set both, or neither")
+        if self.disk_bytes and not self.cpu_bytes:
+            raise ConfigError("a disk tier needs cpu_bytes: pages pass through host memory")
+        if self.disk_mode not in ("write", "read"):
+            raise ConfigError(f'disk_mode must be "write" or "read", got {self.disk_mode!r}')
+        if self.world < 1 or not 0 <= self.rank < self.world:
+            raise ConfigError(f"rank must lie in [0, world), got rank={self.rank} of {self.world}")
+        if self.max_leases < 1:
+            raise ConfigError(f"max_leases must be at least 1, got {self.max_leases}")
+        if isinstance(self.eviction, str) and self.eviction not in ("adaptive", "lru", "s3fifo"):
+            raise ConfigError(
+                f'eviction must be "adaptive", "lru", "s3fifo" or an EvictionPolicy, '
+                f"got {self.eviction!r}"
+            )
+        if self.store_after_hits < 0:
+            raise ConfigError(f"store_after_hits must not be negative: {self.store_after_hits}")
+        if self.on_full not in ("skip", "wait"):
+            raise ConfigError(f'on_full must be "skip" or "wait", got {self.on_full!r}')
+        if self.wait_s < 0:
+            raise ConfigError(f"wait_s must not be negative, got {self.wait_s}")
+        if not 1 <= self.io_threads <= 64:
+            raise ConfigError(f"io_threads must lie in [1, 64], got {self.io_threads}")
+        if not 0 <= self.max_pinned <= 1:
+            raise ConfigError(f"max_pinned is a share in [0, 1], got {self.max_pinned}")
+        for component, level in self.codec.items():
+            if component not in ("history", "checkpoint"):
+                raise ConfigError(f'codec names "history" or "checkpoint", got {component!r}')
+            if not 1 <= level <= 19:
+                raise ConfigError(f"codec[{component!r}] is a zstd level in [1, 19], got {level}")

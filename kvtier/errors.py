@@ -1,0 +1,87 @@
+"""Every exception kvtier raises.
+
+    KVTierError
+    |- ConfigError (ValueError)    a size, path or option that cannot work; names the field
+    |- TokenError (ValueError)     token ids of a wrong type, range or shape
+    |- OutOfPages                  not enough pages could be freed; nothing changed
+    |- CacheClosed                 the cache has been closed
+    |- LeaseError                  a lease used in a way its state does not allow
+    |  |- LeaseReleased            ... after release()
+    |  `- LeaseNotReady            ... while it is restoring or paused
+    |- StoreError (OSError)        a store that cannot be opened, read or written
+    |  `- StoreLocked              another process writes this store
+    |- LayoutMismatch              an import or a transfer from another layout, model or format
+    `- InvariantError (AssertionError)   a bug in kvtier
+
+A fault in a lower tier is none of these: it is a miss and a counter.
+"""
+
+__all__ = [
+    "CacheClosed",
+    "ConfigError",
+    "InvariantError",
+    "KVTierError",
+    "LayoutMismatch",
+    "LeaseError",
+    "LeaseNotReady",
+    "LeaseReleased",
+    "OutOfPages",
+    "StoreError",
+    "StoreLocked",
+    "TokenError",
+]
+
+
+class KVTierError(Exception):
+    """Base of everything kvtier raises on purpose."""
+
+
+class ConfigError(KVTierError, ValueError):
+    """A size, path or option that cannot work.  The message names the field and the remedy."""
+
+
+class TokenError(KVTierError, ValueError):
+    """Token ids of a wrong type, range or shape."""
+
+
+class OutOfPages(KVTierError):
+    """Not enough pages could be freed.  Nothing changed; shed load and try again."""
+
+    def __init__(self, needed: int, available: int, what: str = "device pages") -> None:
+        super().__init__(
+            f"needed {needed} {what}, {available} could be freed; release leases or retry later"
+        )
+        self.needed = needed
+        self.available = available
+
+
+class CacheClosed(KVTierError):
+    """The cache has been closed."""
+
+
+class LeaseError(KVTierError):
+    """A lease used in a way its state does not allow."""
+
+
+class LeaseReleased(LeaseError):
+    """The lease has been released; it holds nothing any more."""
+
+
+class LeaseNotReady(LeaseError):
+    """The lease is restoring or paused; wait on ``ready`` (or ``resume()``) first."""
+
+
+class StoreError(KVTierError, OSError):
+    """A store that cannot be opened, read or written."""
+
+
+class StoreLocked(StoreError):
+    """Another process writes this store; open it with ``disk_mode="read"``."""
+
+
+class LayoutMismatch(KVTierError):
+    """An import or a transfer from another layout, model or format; names the field."""
+
+
+class InvariantError(KVTierError, AssertionError):
+    """A bug in kvtier.  Lists every violated invariant by its number."""

@@ -1,0 +1,121 @@
+"""The two seams of the library: what moves bytes (``Transfer``) and what keeps them (``Store``).
+
+Tests, engines that own the device and other storage systems implement these; nothing else.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.ops import Op
+
+__all__ = ["ENTRY", "Read", "Record", "Store", "Transfer"]
+
+
+class Transfer(Protocol):
+    """Moves page bytes.  The only code that knows about streams and events."""
+
+    def fence(self, stream: object | None) -> None:
+        """Whatever is started after this waits for the work queued so far on ``stream``
+        (None: the current one).  The cache calls it when a step ends."""
+
+    def start(
+        self,
+        op: Op,
+        *,
+        packed: Callable[[], None],
+        done: Callable[[int, BaseException | None], None],
+    ) -> None:
+        """Queue ``op`` and return.
+
+        ``packed()`` is called once, before ``done``, when the sources of a PACK may be reused.
+        ``done(n, error)`` is called exactly once, with the number of leading parts that were
+        delivered.  COPY and CLEAR take effect in the order of ``start`` calls, before anything
+        the caller queues on its compute stream afterwards.  Callbacks may come from any thread
+        and from within ``start``.
+        """
+
+    def close(self) -> None:
+        """Finish what was started, then stop all threads.  Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One page's history or checkpoint, as a store keeps it."""
+
+    key: bytes
+    """16-byte chain digest."""
+    parent: bytes
+    """Key of the record this one needs: the page before, or a checkpoint's own page; 16 zero
+    bytes for a first page."""
+    depth: int
+    component: str
+    """"history" or "checkpoint"."""
+    tokens: bytes
+    """The page's own packed tokens (int32, little-endian)."""
+    payload: tuple[memoryview, ...]
+    """Frames of equal size, in order."""
+    checksum: bytes
+    """xxh3-128 over the payload's ``size`` bytes."""
+    size: int
+    """Payload bytes; the last frame may be used in part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One record wanted back, with what must agree for it to be the right one."""
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    views: tuple[memoryview, ...]
+    """Writable frames that receive the payload, in order."""
+    size: int
+
+
+ENTRY = np.dtype(
+    [
+        ("key", "V16"),
+        ("parent", "V16"),
+        ("tick", "<u8"),  # recency: larger is younger
+        ("depth", "<u4"),
+        ("frames", "<u2"),
+        ("checkpoint", "u1"),  # 1: a checkpoint, whose parent is its own page
+    ]
+)
+"""One row of ``Store.scan``.  An array, because a million objects would take a second."""
+
+
+class Store(Protocol):
+    """Page records by key.  Calls may block; the cache makes them from its own threads.
+
+    ``put_group`` and ``delete`` come from one thread, in order; ``read_into`` from any number.
+    Implementations raise StoreError (or OSError) when the medium fails; the cache turns that into
+    a miss and a counter.
+    """
+
+    capacity: int
+    """Frames of the layout's page size that fit; a hard limit."""
+
+    def put_group(self, records: Sequence[Record]) -> None:
+        """All or nothing, durable when it returns.  Refuses (StoreError) a record whose parent is
+        neither stored nor earlier in the group.  A key already there counts as done."""
+
+    def read_into(self, reads: Sequence[Read]) -> list[bool]:
+        """True where the record was there, whole, verified and with these tokens and parent.
+        A record that fails is quarantined: not offered again, its frames still counted until
+        deleted."""
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Forget these records, in one transaction; unknown keys are ignored."""
+
+    def touch(self, ticks: Sequence[tuple[bytes, int]]) -> None:
+        """Remember the recency of records, for the next open.  May be lost in a crash."""
+
+    def scan(self) -> npt.NDArray[np.void]:
+        """Everything stored and not quarantined, in any order, as an array of ``ENTRY``."""
+
+    def close(self) -> None: ...
