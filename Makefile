@@ -1,0 +1,65 @@
+# Two commands matter: `make demo` and `make test`.  Both set up .venv on first use.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+JOBS   ?= 2
+# One thread per worker: the suite's tensors are small and the workers are many.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test lint format bench test-compat soak mutate clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo         a conversation served from device, host and disk (ARGS='--arch v2')"
+	@echo "make test         the whole suite (ARGS='-k NAME' for a part of it)"
+	@echo "make lint         ruff, mypy --strict, who may import whom"
+	@echo "make format       ruff format and the safe fixes"
+	@echo "make bench        benchmarks (ARGS='core store --quick')"
+	@echo "make test-compat  adapter tests on the oldest and the newest transformers"
+	@echo "make soak         the stateful tests for long (ARGS selects)"
+	@echo "make mutate       inject bugs into the core and see that the tests notice"
+
+# Rebuilt only when what is to be installed changes.  torch comes first, by itself and pinned, so
+# that nothing installed later can swap its build.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt pip
+	$(BIN)/python -m pip install -q -c constraints.txt torch numpy
+	$(BIN)/python -m pip install -q -c constraints.txt hatchling ruff mypy \
+	    pytest pytest-timeout pytest-xdist hypothesis
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[deepseek]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/kvtier demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/meta/test_layers.py
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+ARGS_bench = $(if $(ARGS),$(ARGS),core --quick)
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.run $(ARGS_bench)
+
+test-compat:
+	scripts/test_compat.sh $(PYTHON) 5.17.0 newest
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest --long --timeout=0 $(if $(ARGS),$(ARGS),tests/property tests/shell)
+
+mutate: $(STAMP)
+	$(BIN)/python scripts/mutate.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

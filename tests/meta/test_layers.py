@@ -1,0 +1,130 @@
+"""Who may import whom.  What stands lower in ``LAYERS`` never imports what stands higher."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# From the bottom up.  Units of one row do not know each other, except those listed in INSIDE.
+LAYERS = [
+    {"errors"},
+    {"types"},
+    {"tokens", "config"},
+    {"layouts"},
+    {"core"},
+    {"seams"},
+    {"kernels", "stores", "exchange"},
+    {"data"},
+    {"step"},
+    {"lease"},
+    {"cache"},
+    {"testing", "cli", "__init__"},
+]
+RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
+PURE = {"errors", "types", "tokens", "config", "layouts", "core", "seams"}
+# Of the standard library; `config` alone may ask os for `fspath`.
+IMPURE_STDLIB = {"threading", "time", "os", "random", "asyncio", "socket", "subprocess"}
+ALLOWED = {("config", "os.PathLike"), ("config", "os.fspath")}
+# `Cache.__init__` picks the data plane when none is given, and stores know no kernels.
+FORBIDDEN = {("data", "stores"), ("stores", "data")}
+# What the adapter may use: public names only.
+ADAPTER_MAY = ("kvtier.layouts", "kvtier.kernels", "kvtier.testing")
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(dotted name, whether it is for type checkers only) of every import in a file."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        hint = id(node) in typing_only
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, hint
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: absolute imports only"
+            for alias in node.names:  # catches `from kvtier import core`
+                yield f"{node.module}.{alias.name}", hint
+
+
+def unit_of(path: Path) -> str:
+    return path.relative_to(ROOT / "kvtier").parts[0].removesuffix(".py")
+
+
+def violations(path: Path, me: str) -> Iterator[str]:
+    for name, hint in imports(path):
+        head, _, rest = name.partition(".")
+        if head == "kvtier":
+            other = rest.split(".")[0]
+            if other not in RANK:  # a public name, from the top
+                other = "__init__"
+            if other == me:
+                continue
+            if RANK[other] > RANK[me] and hint:
+                continue  # a name in an annotation builds no dependency at run time
+            if RANK[other] >= RANK[me] or (me, other) in FORBIDDEN:
+                yield f"{path}: {me} imports {other} ({name})"
+        elif head in ("kvtier_deepseek", "tests", "benchmarks"):
+            yield f"{path}: the library imports {head}"
+        elif me in PURE and not hint and not _pure(head) and (me, name) not in ALLOWED:
+            yield f"{path}: pure unit {me} imports {name}"
+
+
+def _pure(package: str) -> bool:
+    if package in IMPURE_STDLIB:
+        return False
+    return package == "numpy" or package in sys.stdlib_module_names
+
+
+def test_library_imports_downwards_only() -> None:
+    found = []
+    for path in sorted((ROOT / "kvtier").rglob("*.py")):
+        me = unit_of(path)
+        assert me in RANK, f"{path}: give {me} a row in LAYERS"
+        found += violations(path, me)
+    assert not found, "\n".join(found)
+
+
+def test_adapter_uses_public_names_only() -> None:
+    public = set(ast.literal_eval(_all_of(ROOT / "kvtier" / "__init__.py")))
+    found = []
+    for path in sorted((ROOT / "adapters" / "deepseek").rglob("*.py")):
+        for name, _ in imports(path):
+            head, _, rest = name.partition(".")
+            if head == "kvtier" and rest not in public and not name.startswith(ADAPTER_MAY):
+                found.append(f"{path}: imports {name}")
+    assert not found, "\n".join(found)
+
+
+def _all_of(path: Path) -> ast.expr:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return node.value
+    raise AssertionError(f"{path} has no __all__")
+
+
+@pytest.mark.parametrize(
+    ("unit", "source"),
+    [
+        ("core", "import time"),
+        ("core", "import torch"),
+        ("core", "from kvtier.seams import Record"),
+        ("core", "from kvtier import cache"),
+        ("stores", "from kvtier.kernels import slots"),
+        ("stores", "def f():\n    from kvtier.data import arena"),
+        ("layouts", "from os import environ"),
+        ("cache", "import kvtier_deepseek"),
+    ],
+)
+def test_the_check_can_fail(unit: str, source: str, tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert list(violations(path, unit))
