@@ -1,0 +1,23 @@
+"""DeepSeek models of Hugging Face transformers on kvtier's pages.
+
+    layout = layout_for(model.config)
+    with Cache(layout, config, model="name@revision") as cache, attach(model, cache) as adapter:
+        ...
+
+Supports V2-Lite, V2 and V3; a model it does not know is refused by name.
+"""
+
+from kvtier_deepseek.attach import Adapter, StepReport, attach, backends
+from kvtier_deepseek.config import layout_for
+from kvtier_deepseek.errors import UnsupportedModel
+from kvtier_deepseek.metadata import validate_step
+
+__all__ = [
+    "Adapter",
+    "StepReport",
+    "UnsupportedModel",
+    "attach",
+    "backends",
+    "layout_for",
+    "validate_step",
+]

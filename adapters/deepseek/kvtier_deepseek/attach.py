@@ -1,0 +1,299 @@
+"""Attaching a live model to a cache, running steps through it, and taking it off again.
+
+One ``Adapter`` overrides ``forward`` on each attention module of one model instance.  Classes,
+other models and ``state_dict`` keys are not touched.  Outside a step the model computes what it
+always did: the override passes every call that does not belong to a step on to the class's own
+forward.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kvtier import KVTierError, LayoutMismatch
+from kvtier.kernels import Case, HeadDims, select_all, table, workspace_rows
+from kvtier.layouts import Layout
+from kvtier_deepseek import structure
+from kvtier_deepseek.attention import COMPONENT, LayerAttention, Run
+from kvtier_deepseek.config import head_dims, layout_for
+from kvtier_deepseek.errors import UnsupportedModel
+from kvtier_deepseek.grouping import absorb_limit, make_run
+from kvtier_deepseek.metadata import StepLike, validate_step
+
+if TYPE_CHECKING:
+    from kvtier import Cache
+
+__all__ = ["Adapter", "Backend", "StepReport", "attach", "backends"]
+
+Backend = Literal["auto", "torch", "sdpa", "triton", "flashmla", "flashinfer"]
+
+_RUN: ContextVar[tuple["Adapter", Run] | None] = ContextVar("kvtier_deepseek_run", default=None)
+"""The innermost step now running in this thread or task."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the last step did."""
+
+    tokens: int
+    layers: int
+    """Layers that wrote their rows and read their pages."""
+    forms: Mapping[str, int] = field(default_factory=dict)
+    """"absorbed" | "materialised" -> sequences, padding included."""
+    backends: Mapping[str, str] = field(default_factory=dict)
+    """Operation -> backend that ran it."""
+
+
+def attach(
+    model: nn.Module,
+    cache: "Cache",
+    *,
+    backend: Backend = "auto",
+    workspace_bytes: int | str = "512MiB",
+    max_absorbed: int | None = None,
+) -> "Adapter":
+    """Let every attention layer of ``model`` read and write ``cache`` during a step.
+
+    All layers or none; other models in the process are untouched; ``state_dict`` keys do not
+    change.  ``workspace_bytes`` bounds the scratch of the materialised form; sequences with at most
+    ``max_absorbed`` new tokens take the absorbed form (default: where the operation counts meet).
+    Raises UnsupportedModel naming what is missing, LayoutMismatch naming the field in which the
+    cache's layout is not this model's, ConfigError for a backend or workspace that cannot work.
+    """
+    config: Any = getattr(model, "config", None)
+    _check_model(model)
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), _Override):
+            raise KVTierError(f"{name} is attached to a cache already; detach that adapter first")
+    layers = structure.attention_layers(model, config)
+    dims = head_dims(config)
+    first = layers[0].module
+    dtype = cast(nn.Module, first.kv_a_layernorm).weight.dtype
+    assert isinstance(dtype, torch.dtype)
+    check_layout(cache.layout, config, dtype)
+    rotations = [structure.rotation_of(layer.module, config) for layer in layers]
+    order = structure.written_order(model, rotations[0], dims.rope)
+    if order != cache.layout.meta["rope_layout"] and dims.rope > 2:
+        raise UnsupportedModel(
+            f"the model writes its rope values {order}, rope_layout of its configuration says "
+            f"{cache.layout.meta['rope_layout']}"
+        )
+    device = next(model.parameters()).device
+    kernels = select_all(_cases(dims, dtype, device.type), backend=backend)
+    max_rows = workspace_rows(workspace_bytes, dims, dtype.itemsize, cache.layout.page_tokens)
+    attentions = [
+        LayerAttention(layer.module, layer.index, rotation, dims, kernels, max_rows)
+        for layer, rotation in zip(layers, rotations, strict=True)
+    ]
+    limit = absorb_limit(dims) if max_absorbed is None else max_absorbed
+    return Adapter(model, cache.layout, attentions, limit)
+
+
+def backends() -> list[dict[str, str]]:
+    """The kernel table: operation, record, dims, dtype, device, backend, available."""
+    return table()
+
+
+@final
+class Adapter:
+    """A model attached to a cache.  Made by ``attach``; a context manager that detaches.
+
+    Steps may run in several threads at once, as far as the model itself allows it.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: Layout, layers: list[LayerAttention], max_absorbed: int
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._layers = layers
+        self._max_absorbed = max_absorbed
+        self._overrides: list[_Override] = []
+        self._report = StepReport(0, 0)
+        try:
+            for layer in layers:
+                override = _Override(self, layer)
+                layer.module.forward = override
+                self._overrides.append(override)
+        except BaseException:
+            self.detach()
+            raise
+
+    @property
+    def report(self) -> StepReport:
+        """What the last finished step did: forms taken, backends used."""
+        return self._report
+
+    @property
+    def max_absorbed(self) -> int:
+        """Sequences with more new tokens than this take the materialised form."""
+        return self._max_absorbed
+
+    @property
+    def max_rows(self) -> int:
+        """Rows projected up at a time: what ``workspace_bytes`` came to."""
+        return self._layers[0].max_rows
+
+    def __call__(self, step: StepLike) -> Tensor:
+        """Logits of each lease's last token, (batch, vocab).  See ``forward``."""
+        return self.forward(step)
+
+    def forward(
+        self, step: StepLike, *, all_logits: bool = False, pad_to: int | None = None
+    ) -> Tensor:
+        """Run the model on one step: every layer writes the step's rows, then reads its pages.
+
+        Returns logits (batch, vocab) of each sequence's last token, or (tokens, vocab) with
+        ``all_logits``; none for padding rows.  ``pad_to`` is passed on to ``step.to_device``.
+        Raises KVTierError after ``detach`` and where a layer did not take part, LayoutMismatch for
+        inconsistent hand-made metadata.
+        """
+        if not self._overrides:
+            raise KVTierError("this adapter is detached; attach the model again")
+        if not _made_by_kvtier(step):
+            validate_step(step, page_tokens=self._layout.page_tokens)
+        device = step.to_device(pad_to=pad_to)
+        tokens = int(step.input_ids.shape[0])
+        ends = torch.from_numpy(step.cu_seqlens_q[1:].astype("int64")) - 1
+        keep = (torch.arange(tokens) if all_logits else ends).to(device.input_ids.device)
+        if tokens == 0:
+            return self._no_logits(device.input_ids.device)
+        run = make_run(
+            step,
+            device,
+            page_tokens=self._layout.page_tokens,
+            max_absorbed=self._max_absorbed,
+        )
+        token = _RUN.set((self, run))
+        try:
+            with torch.no_grad():
+                result = self._model(
+                    input_ids=device.input_ids.to(torch.int64)[None],
+                    position_ids=device.positions.to(torch.int64)[None],
+                    attention_mask=run.mask,  # returned as it is by the mask builder: 4 dimensions
+                    use_cache=False,
+                    logits_to_keep=keep,
+                )
+        finally:
+            _RUN.reset(token)
+        if len(run.written) != len(self._layers):
+            raise KVTierError(
+                f"only layers {run.written} of {len(self._layers)} used the cache in this step"
+            )
+        self._report = StepReport(
+            tokens,
+            len(run.written),
+            MappingProxyType(run.forms),
+            MappingProxyType(run.backends),
+        )
+        logits: Tensor = result.logits[0]
+        return logits
+
+    def warmup(self) -> None:
+        """Run every kernel that a step may need once, on scratch pages; compiles what compiles."""
+        with torch.no_grad():
+            self._layers[0].warmup(self._layout.page_tokens)
+
+    def detach(self) -> None:
+        """The model as it was, bit for bit.  Idempotent.
+
+        A ``forward`` that someone else has put over the adapter's stays; what it calls then
+        computes as the class does.
+        """
+        while self._overrides:
+            override = self._overrides.pop()
+            if vars(override.module).get("forward") is override:
+                del override.module.forward
+
+    def _no_logits(self, device: torch.device) -> Tensor:
+        vocab = int(cast(Any, self._model).config.vocab_size)
+        return torch.empty(0, vocab, dtype=next(self._model.parameters()).dtype, device=device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+
+@final
+class _Override:
+    """Stands as ``forward`` on one attention module."""
+
+    def __init__(self, adapter: Adapter, layer: LayerAttention) -> None:
+        self.adapter = adapter
+        self.layer = layer
+
+    @property
+    def module(self) -> nn.Module:
+        return self.layer.module
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        current = _RUN.get()
+        if current is not None and current[0] is self.adapter:
+            run = current[1]
+            # A model called from within a step (by a hook, say) is not that step: only the step's
+            # own call carries its mask object.
+            if kwargs.get("attention_mask") is run.mask:
+                return self.layer(run, hidden_states, kwargs["position_embeddings"]), None
+        return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A copied or pickled model is not attached: its copy of this is its class's forward."""
+        return getattr, (self.module, "forward")
+
+
+def check_layout(layout: Layout, config: Any, dtype: torch.dtype) -> None:
+    """Raises LayoutMismatch naming the first field in which ``layout`` is not this model's."""
+    wanted = layout_for(config, page_tokens=layout.page_tokens, dtype=dtype)
+    if layout.name != wanted.name:
+        raise LayoutMismatch(f"layout is {layout.name!r}, the model needs {wanted.name!r}")
+    for name, value in wanted.meta.items():
+        if layout.meta.get(name) != value:
+            raise LayoutMismatch(f"{name} is {layout.meta.get(name)!r}, the model has {value!r}")
+    mine, needed = layout.components[0], wanted.components[0]
+    drafts = layout.draft_layers
+    for name, have, want in (
+        ("component", mine.name, COMPONENT),
+        ("dtype", mine.dtype, needed.dtype),
+        ("slot_bytes", mine.slot_bytes, needed.slot_bytes),
+        ("layers", mine.layers, tuple(range(len(needed.layers) + drafts))),
+    ):
+        if have != want:
+            raise LayoutMismatch(f"{name} is {have!r}, the model needs {want!r}")
+
+
+def _check_model(model: nn.Module) -> None:
+    parameters = inspect.signature(model.forward).parameters
+    for name in ("input_ids", "position_ids", "attention_mask", "logits_to_keep"):
+        if name not in parameters:
+            raise UnsupportedModel(
+                f"{type(model).__name__}.forward takes no {name}; attach a ...ForCausalLM model"
+            )
+
+
+def _cases(dims: HeadDims, dtype: torch.dtype, device: str) -> dict[str, Case]:
+    width = dims.latent + dims.rope
+    whole = (dims.nope + dims.rope, dims.value)
+    sizes = {
+        "write_rows": (width,),
+        "mla_absorbed": (width, dims.latent),
+        "mla_materialised": whole,
+        "mla_materialised_whole": whole,
+    }
+    return {name: Case(name, "dense", dim, dtype, device) for name, dim in sizes.items()}
+
+
+def _made_by_kvtier(step: object) -> bool:
+    return type(step).__module__ == "kvtier.step"

@@ -1,0 +1,186 @@
+"""The attention of one layer during a step: write the step's rows, read everything from pages.
+
+Everything outside attention proper is the model's own: projections, norms, rope, scale.  Weights
+are read at each call, so nothing here is stale after they change in place.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kvtier.kernels import HeadDims, Kernel, PagedBatch
+from kvtier_deepseek.metadata import DeviceStepLike
+from kvtier_deepseek.structure import Rotation, plain_weight, rotate
+
+__all__ = ["Form", "Group", "LayerAttention", "Run"]
+
+Form = Literal["absorbed", "materialised"]
+COMPONENT = "latent"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences of a step that take the same form."""
+
+    form: Form
+    batch: PagedBatch
+    tokens: Tensor | None
+    """Indices of their queries among the step's tokens; None: all, in order."""
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One forward pass of one adapter: its step, and what has been done so far."""
+
+    step: DeviceStepLike
+    mask: Tensor
+    """The very object given to the model as attention mask: a layer that is called with another
+    one is not being called for this run."""
+    groups: tuple[Group, ...]
+    whole: Group
+    """All sequences in materialised form, for layers whose projection cannot be absorbed."""
+    written: list[int] = field(default_factory=list)
+    """Layers in the order in which they wrote, and then read, their pages."""
+    forms: dict[str, int] = field(default_factory=dict)
+    """Form -> sequences that took it, of the first layer."""
+    backends: dict[str, str] = field(default_factory=dict)
+    """Operation -> backend used."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """Paged attention of one module.  ``kernels`` and ``max_rows`` are the adapter's."""
+
+    module: nn.Module
+    index: int
+    rotation: Rotation
+    dims: HeadDims
+    kernels: Mapping[str, Kernel]
+    max_rows: int
+
+    def __call__(self, run: Run, hidden: Tensor, embeddings: Any) -> Tensor:
+        """Attention output (1, tokens, hidden) for the step's packed tokens."""
+        if hidden.dim() != 3 or hidden.shape[:2] != (1, run.step.input_ids.shape[0]):
+            raise RuntimeError(f"hidden states {tuple(hidden.shape)} are not this step's tokens")
+        if self.index in run.written:
+            raise RuntimeError(f"layer {self.index} was called twice in one step")
+        rows = run.step.layer(self.index).rows(COMPONENT)
+        q_nope, q_rope, latent = self.project(hidden, embeddings)
+        self._kernel(run, "write_rows")(rows, run.step.slot_mapping[COMPONENT], latent)
+        run.written.append(self.index)
+        out = hidden.new_empty(hidden.shape[1], self.dims.heads, self.dims.value)
+        weight = self._up_weight(hidden.dtype)
+        for group in run.groups if weight is not None else (run.whole,):
+            pick = slice(None) if group.tokens is None else group.tokens
+            if group.form == "absorbed" and weight is not None:
+                part = self._absorbed(run, group, q_nope[pick], q_rope[pick], rows, weight)
+            else:
+                query = torch.cat((q_nope[pick], q_rope[pick]), dim=-1)
+                part = self._materialised(run, group, query, rows)
+            out[pick] = part
+            if len(run.written) == 1:
+                taken = run.forms.get(group.form, 0)
+                run.forms[group.form] = taken + len(group.batch.query_lens)
+        result: Tensor = self.module.o_proj(out.flatten(1)[None])  # type: ignore[operator]
+        return result
+
+    def warmup(self, page_tokens: int) -> None:
+        """Run every kernel of this layer once on a scratch page."""
+        m: Any = self.module
+        d, norm = self.dims, m.kv_a_layernorm.weight
+        rows = norm.new_zeros(page_tokens, d.latent + d.rope)
+        counts = torch.tensor([0, 1], dtype=torch.int32, device=norm.device)
+        batch = PagedBatch(
+            query_lens=(1,),
+            kv_lens=(1,),
+            block_table=counts[None, :1],
+            cu_seqlens_q=counts,
+            kv_lens_device=counts[1:],
+            page_tokens=page_tokens,
+        )
+        self.kernels["write_rows"].run(rows, counts[:1], rows[:1])
+        query = norm.new_zeros(1, d.heads, d.latent + d.rope)
+        run = self.kernels["mla_absorbed"].run
+        run(query, rows, batch, latent_dim=d.latent, scale=self._scale)
+        query = norm.new_zeros(1, d.heads, d.nope + d.rope)
+        run = self.kernels["mla_materialised"].run
+        up = self._up_project
+        run(query, rows, batch, up, dims=d, scale=self._scale, max_rows=page_tokens)
+        if whole := self.kernels.get("mla_materialised_whole"):
+            whole.run(query, rows, batch, up, dims=d, scale=self._scale)
+
+    def project(self, hidden: Tensor, embeddings: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries without and with position, (n, heads, nope) and (n, heads, rope), and the rows
+        to be cached, (n, latent + rope), by the module's own submodules."""
+        m: Any = self.module
+        d, n = self.dims, hidden.shape[1]
+        if m.q_proj is not None:
+            query = m.q_proj(hidden)
+        else:
+            query = m.q_b_proj(m.q_a_layernorm(m.q_a_proj(hidden)))
+        query = query.view(1, n, d.heads, d.nope + d.rope).transpose(1, 2)
+        q_nope, q_rope = query.split((d.nope, d.rope), dim=-1)
+        latent, k_rope = m.kv_a_proj_with_mqa(hidden).split((d.latent, d.rope), dim=-1)
+        latent = m.kv_a_layernorm(latent)
+        q_rope, k_rope = rotate(self.rotation, q_rope, k_rope.view(1, 1, n, d.rope), embeddings)
+        return (
+            q_nope[0].transpose(0, 1),
+            q_rope[0].transpose(0, 1),
+            torch.cat((latent[0], k_rope[0, 0]), dim=-1),
+        )
+
+    def _absorbed(
+        self, run: Run, group: Group, q_nope: Tensor, q_rope: Tensor, rows: Tensor, weight: Tensor
+    ) -> Tensor:
+        d = self.dims
+        per_head = weight.reshape(d.heads, d.nope + d.value, d.latent)
+        key_up, value_up = torch.split(per_head, [d.nope, d.value], dim=1)
+        query = torch.cat((torch.einsum("nhp,hpl->nhl", q_nope, key_up), q_rope), dim=-1)
+        out, _ = self._kernel(run, "mla_absorbed")(
+            query, rows, group.batch, latent_dim=d.latent, scale=self._scale
+        )
+        return torch.einsum("nhl,hvl->nhv", out, value_up)
+
+    def _materialised(self, run: Run, group: Group, query: Tensor, rows: Tensor) -> Tensor:
+        longest = max(group.batch.kv_lens, default=0)
+        if longest <= self.max_rows and "mla_materialised_whole" in self.kernels:
+            whole: Tensor = self._kernel(run, "mla_materialised_whole")(
+                query, rows, group.batch, self._up_project, dims=self.dims, scale=self._scale
+            )
+            return whole
+        out: Tensor
+        out, _ = self._kernel(run, "mla_materialised")(
+            query,
+            rows,
+            group.batch,
+            self._up_project,
+            dims=self.dims,
+            scale=self._scale,
+            max_rows=self.max_rows,
+        )
+        return out
+
+    def _up_project(self, latent: Tensor) -> Tensor:
+        up: Tensor = self.module.kv_b_proj(latent)  # type: ignore[operator]
+        return up.view(latent.shape[0], self.dims.heads, self.dims.nope + self.dims.value)
+
+    def _up_weight(self, dtype: torch.dtype) -> Tensor | None:
+        """The up-projection's weight where it may be absorbed, asked anew at every call."""
+        d = self.dims
+        linear = self.module.kv_b_proj
+        assert isinstance(linear, nn.Module)
+        weight = plain_weight(linear, (d.heads * (d.nope + d.value), d.latent))
+        return weight if weight is not None and weight.dtype == dtype else None
+
+    @property
+    def _scale(self) -> float:
+        scale: float = self.module.scaling  # type: ignore[assignment]
+        return scale
+
+    def _kernel(self, run: Run, operation: str) -> Any:
+        kernel = self.kernels[operation]
+        run.backends[operation] = kernel.backend
+        return kernel.run

@@ -1,0 +1,173 @@
+"""Which backend runs which operation: one listed table, and the only way to pick from it.
+
+A row names an operation, the record format its rows have, dimensions, element types and devices.
+What no row names raises; nothing picks "the closest" kernel.  The ``torch`` rows are the reference
+and take any dimensions.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier.kernels import mla, reference
+
+__all__ = ["OPERATIONS", "Case", "Kernel", "select", "select_all", "table"]
+
+Dims = tuple[int, ...]
+
+OPERATIONS = ("write_rows", "mla_absorbed", "mla_materialised", "mla_materialised_whole", "merge")
+"""``mla_materialised_whole`` is the materialised form for sequences that fit the workspace at once:
+no log-sum-exp is asked of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a kernel is wanted for."""
+
+    operation: str
+    record: str
+    """Format of a row: "dense" (plain values of one element type)."""
+    dims: Dims
+    """Key and value width of attention; row width of a writer."""
+    dtype: torch.dtype
+    device: str
+    """Device type: "cpu", "cuda"."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operation}(record={self.record!r}, dims={self.dims}, dtype={self.dtype}, "
+            f"device={self.device!r})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A row's answer: which backend, and what to call."""
+
+    backend: str
+    run: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    operation: str
+    record: str
+    backend: str
+    run: Callable[..., Any] | None
+    """None: listed, but not part of this build."""
+    dims: frozenset[Dims] | None
+    """None: any."""
+    dtypes: frozenset[torch.dtype]
+    devices: frozenset[str]
+
+    def lists(self, case: Case) -> bool:
+        return (
+            self.operation == case.operation
+            and self.record == case.record
+            and (self.dims is None or case.dims in self.dims)
+            and case.dtype in self.dtypes
+            and case.device in self.devices
+        )
+
+
+_FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+_ANY = frozenset({"cpu", "cuda"})
+_CUDA = frozenset({"cuda"})
+_ABSORBED = frozenset({(576, 512)})
+_WHOLE = frozenset({(192, 128)})
+
+_DENSE = "dense"
+_ROWS: tuple[_Row, ...] = (
+    # The first available row that lists a case is the automatic choice.
+    _Row("write_rows", _DENSE, "triton", None, frozenset({(576,)}), _FLOATS, _CUDA),
+    _Row("write_rows", _DENSE, "torch", reference.write_rows, None, _FLOATS, _ANY),
+    _Row("mla_absorbed", _DENSE, "flashmla", None, _ABSORBED, _HALVES, _CUDA),
+    _Row("mla_absorbed", _DENSE, "flashinfer", None, _ABSORBED, _HALVES, _CUDA),
+    _Row("mla_absorbed", _DENSE, "triton", None, _ABSORBED, _HALVES, _CUDA),
+    _Row("mla_absorbed", _DENSE, "torch", mla.absorbed, None, _FLOATS, _ANY),
+    _Row("mla_materialised", _DENSE, "flashinfer", None, _WHOLE, _HALVES, _CUDA),
+    _Row("mla_materialised", _DENSE, "triton", None, _WHOLE, _HALVES, _CUDA),
+    _Row("mla_materialised", _DENSE, "torch", mla.materialised, None, _FLOATS, _ANY),
+    _Row("mla_materialised_whole", _DENSE, "sdpa", mla.materialised_sdpa, None, _FLOATS, _ANY),
+    _Row("merge", _DENSE, "torch", reference.merge, None, _FLOATS, _ANY),
+)
+
+
+def table() -> list[dict[str, str]]:
+    """Every row, in order of preference.
+
+    Keys: operation, record, dims, dtype, device, backend, available.  ``dims`` is "any" for a
+    reference; ``available`` is "yes" or the reason why not.
+    """
+    return [
+        {
+            "operation": row.operation,
+            "record": row.record,
+            "dims": "any" if row.dims is None else " ".join(map(str, sorted(row.dims))),
+            "dtype": " ".join(sorted(str(d).removeprefix("torch.") for d in row.dtypes)),
+            "device": " ".join(sorted(row.devices)),
+            "backend": row.backend,
+            "available": _missing(row) or "yes",
+        }
+        for row in _ROWS
+    ]
+
+
+def select(case: Case, *, backend: str = "auto") -> Kernel:
+    """The kernel for a case: the first available row that lists it, or the named backend's.
+
+    Raises ConfigError where no row lists the case, and where the named backend lists it but is not
+    available here; never falls back from a backend that was asked for.
+    """
+    if case.operation not in OPERATIONS:
+        raise ConfigError(f"unknown operation {case.operation!r}; there are {OPERATIONS}")
+    listed = [row for row in _ROWS if row.lists(case)]
+    if backend != "auto":
+        listed = [row for row in listed if row.backend == backend]
+        if not listed:
+            known = sorted({row.backend for row in _ROWS})
+            what = "does not list" if backend in known else f"is unknown ({known}), so not for"
+            raise ConfigError(f"backend {backend!r} {what} {case}")
+    for row in listed:
+        if row.run is not None:
+            return Kernel(row.backend, row.run)
+    if listed:
+        raise ConfigError(f"backend {backend!r} for {case}: {_missing(listed[0])}")
+    raise ConfigError(f"no backend lists {case}")
+
+
+def select_all(cases: Mapping[str, Case], *, backend: str = "auto") -> Mapping[str, Kernel]:
+    """Kernels for several cases of one model, under the same keys.
+
+    A named backend is taken wherever it lists the case; where it does not, the ``torch`` reference
+    is, and a case that has none is left out.  With "auto", a case that nothing lists is left out.
+    Raises ConfigError where the named backend lists none of the cases, or is not available.
+    """
+    chosen: dict[str, Kernel] = {}
+    named = 0
+    for key, case in cases.items():
+        if backend != "auto" and any(r.backend == backend and r.lists(case) for r in _ROWS):
+            chosen[key] = select(case, backend=backend)
+            named += 1
+            continue
+        fallback = "auto" if backend == "auto" else "torch"
+        rows = [r for r in _ROWS if r.lists(case) and fallback in ("auto", r.backend)]
+        if any(r.run is not None for r in rows):
+            chosen[key] = select(case, backend=fallback)
+    if backend != "auto" and not named:
+        raise ConfigError(
+            f"backend {backend!r} lists none of: {'; '.join(str(c) for c in cases.values())}"
+        )
+    return MappingProxyType(chosen)
+
+
+def _missing(row: _Row) -> str:
+    """Why a row cannot run here; empty if it can."""
+    if row.run is None:
+        return f"the {row.backend} kernel is not part of this build"
+    return ""
