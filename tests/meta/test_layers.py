@@ -19,7 +19,7 @@ LAYERS = [
     {"seams"},
     {"kernels", "stores", "exchange"},
     {"data"},
-    {"step"},
+    {"pump", "step"},
     {"lease"},
     {"cache"},
     {"testing", "cli", "__init__"},

@@ -1,0 +1,74 @@
+"""Write the tables of ``docs/performance.md`` from ``benchmarks/results/NAME.json``.
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.  With ``--check`` nothing is
+written, and the exit status is 1 if the document is out of date.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.harness import Result, read, table  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def rows(results: Sequence[Result]) -> list[list[str]]:
+    """One row a quantity; where there are several ranges of samples, the median leads."""
+    return [
+        [
+            f"`{r.name}`",
+            ", ".join(f"{k} {v}" for k, v in r.params.items()),
+            f"{r.median:.3g} {r.unit}",
+            f"{r.p10:.3g} – {r.p90:.3g}",
+            "" if r.baseline is None else f"{r.baseline:.3g}",
+            "" if r.ratio is None else f"{r.ratio:.2f} ×",
+        ]
+        for r in results
+    ]
+
+
+def render(about: dict[str, Any], results: Sequence[Result]) -> str:
+    """The table and a line on what it was taken on."""
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    header = ["", "", "median", "p10 – p90", "baseline", "better by"]
+    return (
+        f"{table(rows(results), header)}\n\n"
+        f"Taken {about['date'][:10]} at {about['git']} on {about['cpu']}, {about['device']}; "
+        f"{versions}.\n"
+    )
+
+
+def filled(text: str) -> str:
+    """The document with every table that has results; the others stay as they are."""
+
+    def fill(block: re.Match[str]) -> str:
+        path = RESULTS / f"{block[2]}.json"
+        return block[1] + render(*read(path)) + block[3] if path.exists() else block[0]
+
+    return BLOCK.sub(fill, text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args(argv).check
+    before = DOCUMENT.read_text()
+    after = filled(before)
+    if check:
+        return int(before != after)
+    DOCUMENT.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
