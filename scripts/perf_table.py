@@ -28,9 +28,9 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
             f"`{r.name}`",
             ", ".join(f"{k} {v}" for k, v in r.params.items()),
             f"{r.median:.3g} {r.unit}",
-            f"{r.p10:.3g} – {r.p90:.3g}",
+            f"{r.p10:.3g} .. {r.p90:.3g}",
             "" if r.baseline is None else f"{r.baseline:.3g}",
-            "" if r.ratio is None else f"{r.ratio:.2f} ×",
+            "" if r.ratio is None else f"{r.ratio:.2f}x",
         ]
         for r in results
     ]
@@ -39,7 +39,7 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
 def render(about: dict[str, Any], results: Sequence[Result]) -> str:
     """The table and a line on what it was taken on."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    header = ["", "", "median", "p10 – p90", "baseline", "better by"]
+    header = ["", "", "median", "p10 .. p90", "baseline", "better by"]
     return (
         f"{table(rows(results), header)}\n\n"
         f"Taken {about['date'][:10]} at {about['git']} on {about['cpu']}, {about['device']}; "

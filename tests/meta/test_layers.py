@@ -16,7 +16,7 @@ LAYERS = [
     {"tokens", "config"},
     {"layouts"},
     {"core"},
-    {"seams"},
+    {"seams", "sizing"},
     {"kernels", "stores", "exchange"},
     {"data"},
     {"pump", "step"},
@@ -25,7 +25,7 @@ LAYERS = [
     {"testing", "cli", "__init__"},
 ]
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
-PURE = {"errors", "types", "tokens", "config", "layouts", "core", "seams"}
+PURE = {"errors", "types", "tokens", "config", "layouts", "core", "seams", "sizing"}
 # Of the standard library; `config` alone may ask os for `fspath`.
 IMPURE_STDLIB = {"threading", "time", "os", "random", "asyncio", "socket", "subprocess"}
 ALLOWED = {("config", "os.PathLike"), ("config", "os.fspath")}
