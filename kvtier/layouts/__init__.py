@@ -1,6 +1,8 @@
 """Cache layouts: which components a model keeps per token, and how large they are."""
 
 from kvtier.layouts.base import Component, Layout, Share
+from kvtier.layouts.gqa import gqa
 from kvtier.layouts.mla import mla
+from kvtier.layouts.retile import retile
 
-__all__ = ["Component", "Layout", "Share", "mla"]
+__all__ = ["Component", "Layout", "Share", "gqa", "mla", "retile"]

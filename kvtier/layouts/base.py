@@ -7,16 +7,25 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
 
-__all__ = ["Component", "Layout", "Share"]
+__all__ = ["DTYPE_BYTES", "ROW_DTYPES", "Component", "Layout", "Share"]
 
 FRAME_ALIGN = 4096
 """Host and disk frames start at multiples of this, so that direct I/O needs no copy."""
+
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
+    {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "uint8": 1}
+)
+"""Bytes of one value, by torch name."""
+
+ROW_DTYPES = ("bfloat16", "float16", "float32")
+"""What a plain row of values may be made of."""
 
 IntArray = npt.NDArray[np.int32]
 
@@ -44,12 +53,33 @@ class Component:
     dtype: str
     """torch name of what a slot holds, e.g. "bfloat16"; "uint8" for packed records."""
     window: int | None = None
-    """Tail components only: how many tokens, the query's own included, are ever read."""
+    """Tail components only: how many tokens, the query's own included, are ever read.  Set: kept
+    in window pages of ``slots_per_page``; None: kept in the lease's state slot."""
+    planes: tuple[int, ...] = ()
+    """Bytes of a slot that lie apart within a page: first every slot's first plane, then every
+    slot's second, and so on.  Empty: slots are whole and adjacent."""
+    page_align: int = 1
+    """A page is padded to a multiple of this."""
+
+    def __post_init__(self) -> None:
+        me = f"component {self.name!r}"
+        if min(self.tokens_per_slot, self.slots_per_page, self.slot_bytes, self.page_align) < 1:
+            raise ConfigError(f"{me}: sizes must be at least 1")
+        if not self.layers or min(self.layers) < 0 or len(set(self.layers)) != len(self.layers):
+            raise ConfigError(f"{me} needs layers, each named once, got {self.layers}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"{me}: dtype must be one of {sorted(DTYPE_BYTES)}: {self.dtype!r}")
+        if self.slot_bytes % DTYPE_BYTES[self.dtype]:
+            raise ConfigError(f"{me}: a slot of {self.slot_bytes} bytes is no whole {self.dtype}")
+        if self.planes and (sum(self.planes) != self.slot_bytes or min(self.planes) < 1):
+            raise ConfigError(f"{me}: planes {self.planes} do not add up to {self.slot_bytes}")
+        if self.window is not None and (self.share is not Share.TAIL or self.window < 1):
+            raise ConfigError(f"{me}: a window is a tail's, of at least 1 token: {self.window}")
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of one layer."""
-        return self.slots_per_page * self.slot_bytes
+        return _round_up(self.slots_per_page * self.slot_bytes, self.page_align)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,22 +87,27 @@ class Layout:
     """The components of one model's cache.
 
     A page's packed record is the concatenation, in order, of every HISTORY component's page of
-    every of its layers; a checkpoint's likewise of the TAIL components.
+    every of its layers.  A packed tail is the same of the TAIL components without a window, then,
+    oldest first, as many window pages as it holds, each the same of the components with one; a
+    checkpoint is the packed tail at a page's end.
     """
 
     name: str
     page_tokens: int
     components: tuple[Component, ...]
-    meta: Mapping[str, str | int] = field(default_factory=dict)
+    meta: Mapping[str, str | int] = field(default_factory=dict, hash=False)
     """Whatever else changes the meaning of the bytes: rope order, record format, ..."""
     draft_layers: int = 0
     max_draft: int = 0
     """Draft tokens a step may carry beyond those that are certain to be committed."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "meta", dict(self.meta))
         page = self.page_tokens
         if page < 1 or page > 512 or page & (page - 1):
             raise ConfigError(f"page_tokens must be a power of two in [1, 512], got {page}")
+        if min(self.draft_layers, self.max_draft) < 0:
+            raise ConfigError(f"{self.draft_layers=} and {self.max_draft=} must not be negative")
         names = [c.name for c in self.components]
         if len(set(names)) != len(names):
             raise ConfigError(f"component names must differ: {names}")
@@ -84,11 +119,9 @@ class Layout:
                     f"component {c.name!r}: {c.slots_per_page} slots of {c.tokens_per_slot} tokens "
                     f"do not make a page of {page} tokens"
                 )
-        for c in self.components:
-            if c.slot_bytes < 1 or not c.layers:
-                raise ConfigError(f"component {c.name!r} needs slot_bytes and at least one layer")
-            if len(set(c.layers)) != len(c.layers):
-                raise ConfigError(f"component {c.name!r} names a layer twice: {c.layers}")
+        # One table of window pages serves all of them.
+        if len({(c.window, c.slots_per_page) for c in self.windows}) > 1:
+            raise ConfigError(f"window components must agree on window and slots: {self.windows}")
 
     @property
     def history(self) -> tuple[Component, ...]:
@@ -99,12 +132,33 @@ class Layout:
         return tuple(c for c in self.components if c.share is Share.TAIL)
 
     @property
+    def states(self) -> tuple[Component, ...]:
+        """Tail components of the state slot."""
+        return tuple(c for c in self.tails if c.window is None)
+
+    @property
+    def windows(self) -> tuple[Component, ...]:
+        """Tail components of the window pages."""
+        return tuple(c for c in self.tails if c.window is not None)
+
+    @property
     def has_tails(self) -> bool:
         return bool(self.tails)
 
     @property
+    def tail_windows(self) -> int:
+        """Window pages of a checkpoint: those that the next token's window reaches."""
+        for c in self.windows:
+            assert c.window is not None
+            return -(-(c.window - 1) // c.slots_per_page)
+        return 0
+
+    @property
     def fingerprint(self) -> bytes:
-        """16 bytes over everything that changes bytes or meaning; part of every stored key."""
+        """16 bytes over everything that changes bytes or meaning; part of every stored key.
+
+        ``max_draft`` is left out: it changes how much a lease holds, not what a page says.
+        """
         text = repr(
             (
                 "kvtier-layout-1",
@@ -113,35 +167,53 @@ class Layout:
                 [sorted((k, repr(v)) for k, v in asdict(c).items()) for c in self.components],
                 sorted(self.meta.items()),
                 self.draft_layers,
-                self.max_draft,
             )
         )
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def page_bytes(self) -> int:
         """Bytes of one page's history, all layers."""
-        return sum(c.page_bytes * len(c.layers) for c in self.history)
+        return _bytes_of(self.history)
+
+    def state_bytes(self) -> int:
+        """Bytes of one state slot, all layers."""
+        return _bytes_of(self.states)
+
+    def window_bytes(self) -> int:
+        """Bytes of one window page, all layers."""
+        return _bytes_of(self.windows)
+
+    def tail_bytes(self, windows: int) -> int:
+        """Bytes of a packed tail that holds this many window pages."""
+        return self.state_bytes() + windows * self.window_bytes()
 
     def checkpoint_bytes(self) -> int:
         """Bytes of one packed tail at a page's end."""
-        return sum(c.page_bytes * len(c.layers) for c in self.tails)
+        return self.tail_bytes(self.tail_windows)
 
     def frame_bytes(self) -> int:
         """Bytes of one host or disk frame: a page's history, rounded up to ``FRAME_ALIGN``."""
-        return -(-self.page_bytes() // FRAME_ALIGN) * FRAME_ALIGN
+        return _round_up(self.page_bytes(), FRAME_ALIGN)
+
+    def tail_frames(self, windows: int) -> int:
+        """Host or disk frames a packed tail with this many window pages takes."""
+        return -(-self.tail_bytes(windows) // self.frame_bytes())
 
     def checkpoint_frames(self) -> int:
         """Host or disk frames one checkpoint takes."""
-        return -(-self.checkpoint_bytes() // self.frame_bytes())
+        return self.tail_frames(self.tail_windows)
 
     def sections(self, share: Share = Share.HISTORY) -> Iterator[tuple[str, int, int, int]]:
-        """(component, layer, offset, bytes) of each piece of a packed record, in order."""
+        """(component, layer, offset, bytes) of each piece of a page's record, or (TAIL) of a
+        checkpoint, in order."""
+        order = self.history
+        if share is Share.TAIL:
+            order = self.states + self.windows * self.tail_windows
         offset = 0
-        for c in self.components:
-            if c.share is share:
-                for layer in c.layers:
-                    yield c.name, layer, offset, c.page_bytes
-                    offset += c.page_bytes
+        for c in order:
+            for layer in c.layers:
+                yield c.name, layer, offset, c.page_bytes
+                offset += c.page_bytes
 
     def slots(self, positions: IntArray, pages: IntArray) -> dict[str, IntArray]:
         """Slot of each token in each history component; -1 where the token closes no group.
@@ -160,3 +232,11 @@ class Layout:
                 slot[(pages < 0) | ((positions + 1) % c.tokens_per_slot != 0)] = -1
             out[c.name] = slot
         return out
+
+
+def _bytes_of(components: tuple[Component, ...]) -> int:
+    return sum(c.page_bytes * len(c.layers) for c in components)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

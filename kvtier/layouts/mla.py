@@ -5,11 +5,9 @@ another's rows.
 """
 
 from kvtier.errors import ConfigError
-from kvtier.layouts.base import Component, Layout, Share
+from kvtier.layouts.base import DTYPE_BYTES, ROW_DTYPES, Component, Layout, Share
 
 __all__ = ["mla"]
-
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def mla(
@@ -30,8 +28,8 @@ def mla(
     fingerprint, since the same model writes other bytes in the other order.
     ``draft_layers`` adds that many layers behind the model's own (next-n predictors).
     """
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {dtype!r}")
+    if dtype not in ROW_DTYPES:
+        raise ConfigError(f"dtype must be one of {ROW_DTYPES}, got {dtype!r}")
     if rope_layout not in ("half", "interleaved"):
         raise ConfigError(f'rope_layout must be "half" or "interleaved", got {rope_layout!r}')
     if min(layers, latent_dim, rope_dim) < 1 or min(draft_layers, max_draft) < 0:

@@ -1,0 +1,100 @@
+"""The host pool: one arena of equal frames, and a checksum per record it holds.
+
+Knows nothing of pages, leases or streams.
+"""
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from kvtier.layouts.base import FRAME_ALIGN
+
+__all__ = ["HostArena", "checksum"]
+
+
+def checksum(payload: Sequence[memoryview], size: int) -> bytes:
+    """xxh3-128 over the first ``size`` bytes of these frames, one after another."""
+    digest = xxhash.xxh3_128()
+    for view in payload:
+        digest.update(view[:size])
+        size -= min(size, len(view))
+    return digest.digest()
+
+
+class HostArena:
+    """``num_frames`` frames of ``frame_bytes`` each, in one page-aligned mapping.
+
+    With ``pinned`` the whole arena is registered with the driver, so that copies to and from the
+    device run at full speed and asynchronously; ``close`` gives the registration back.
+    """
+
+    def __init__(self, num_frames: int, frame_bytes: int, *, pinned: bool = False) -> None:
+        self.num_frames = num_frames
+        self.frame_bytes = frame_bytes
+        # A mapping of its own rather than torch's pinned allocator: that one rounds the size up
+        # to a power of two, which at these sizes can double it.
+        self._map = mmap.mmap(
+            -1,
+            max(num_frames * frame_bytes, FRAME_ALIGN),
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        )
+        self.frames = torch.frombuffer(self._map, dtype=torch.uint8)[
+            : num_frames * frame_bytes
+        ].view(num_frames, frame_bytes)
+        """(frames, bytes) uint8; shares the memory of ``view``."""
+        self._view = memoryview(self._map)
+        self._checksums: list[bytes | None] = [None] * num_frames
+        self._registered = pinned and num_frames > 0
+        if self._registered:
+            _driver("cudaHostRegister", self.frames.data_ptr(), len(self._map), 0)
+
+    def view(self, frame: int) -> memoryview:
+        """The bytes of one frame, writable, without a copy."""
+        start = self._checked(frame) * self.frame_bytes
+        return self._view[start : start + self.frame_bytes]
+
+    def views(self, frames: Sequence[int]) -> tuple[memoryview, ...]:
+        return tuple(self.view(f) for f in frames)
+
+    def spans(self, frames: Sequence[int]) -> list[torch.Tensor]:
+        """The same bytes as 1-D tensors."""
+        return [self.frames[self._checked(f)] for f in frames]
+
+    def seal(self, frames: Sequence[int], size: int) -> None:
+        """Note the checksum of the record that now lies in these frames."""
+        self._checksums[frames[0]] = checksum(self.views(frames), size)
+
+    def unseal(self, frames: Sequence[int]) -> None:
+        """The frames are about to be written: what they held is no record any more."""
+        for frame in frames:
+            self._checksums[self._checked(frame)] = None
+
+    def checksum_of(self, frames: Sequence[int], size: int) -> bytes:
+        """The checksum noted when the record arrived; computed now if it came from disk, where
+        it was verified on the way."""
+        known = self._checksums[frames[0]]
+        return checksum(self.views(frames), size) if known is None else known
+
+    def poison(self, frames: Sequence[int], byte: int = 0xFF) -> None:
+        """Fill frames with a byte that no reader may see (tests)."""
+        for span in self.spans(frames):
+            span.fill_(byte)
+
+    def _checked(self, frame: int) -> int:
+        if not 0 <= frame < self.num_frames:  # -1 would name the last one
+            raise IndexError(f"frame {frame} of {self.num_frames}")
+        return frame
+
+    def close(self) -> None:
+        """Undo the registration.  Idempotent; the memory itself goes with its last user."""
+        if self._registered:
+            self._registered = False
+            _driver("cudaHostUnregister", self.frames.data_ptr())
+
+
+def _driver(call: str, *args: int) -> None:
+    status = getattr(torch.cuda.cudart(), call)(*args)  # type: ignore[no-untyped-call]
+    if int(status) != 0:
+        raise RuntimeError(f"{call} failed with status {int(status)}; is cpu_bytes too large?")

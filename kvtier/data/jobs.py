@@ -1,0 +1,129 @@
+"""One started op: how far it got, and that it ends exactly once.  And the threads that run it."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from kvtier.core.ops import Op, OpKind
+from kvtier.data.streams import Fences
+
+__all__ = ["Job", "Workers"]
+
+logger = logging.getLogger("kvtier")
+
+Done = Callable[[int, BaseException | None], None]
+
+
+class Job:
+    """An op under way, cut into tasks that may run on several threads.
+
+    Whoever starts it holds one share of it and takes another for every task; with the last share
+    given back it ends.  What was delivered is the leading run of parts before the first failure,
+    whatever the order in which tasks ran.
+    """
+
+    __slots__ = (
+        "_done",
+        "_ended",
+        "_error",
+        "_lock",
+        "_packed",
+        "_shares",
+        "deadline",
+        "delivered",
+        "fences",
+        "op",
+        "staged",
+    )
+
+    def __init__(
+        self,
+        op: Op,
+        *,
+        packed: Callable[[], None],
+        done: Done,
+        ended: Callable[["Job"], None],
+        fences: Fences = (),
+        deadline: float | None = None,
+    ) -> None:
+        self.op = op
+        self.fences = fences
+        self.deadline = deadline
+        self.delivered = len(op.parts)
+        """Parts before the first that failed so far."""
+        self.staged = 0
+        """Frames counted into the staging backlog."""
+        self._packed: Callable[[], None] | None = packed
+        self._done = done
+        self._ended = ended
+        self._error: BaseException | None = None
+        self._shares = 1
+        self._lock = threading.Lock()
+
+    def share(self) -> None:
+        """One more task is under way."""
+        with self._lock:
+            assert self._shares > 0, "the op has ended"
+            self._shares += 1
+
+    def cut(self, part: int, error: BaseException | None = None) -> None:
+        """``part`` and those behind it are not delivered."""
+        with self._lock:
+            if part < self.delivered:
+                self.delivered = part
+            if self._error is None:
+                self._error = error
+
+    def release_sources(self) -> None:
+        """Tell the caller, once, that a PACK's source frames may be reused."""
+        with self._lock:
+            packed, self._packed = self._packed, None
+        if packed is not None:
+            self._call(packed)
+
+    def end_share(self) -> None:
+        """A task is over.  The last one reports the op's end."""
+        with self._lock:
+            assert self._shares > 0, "the op has ended"
+            self._shares -= 1
+            if self._shares:
+                return
+        if self.op.kind is OpKind.PACK:
+            self.release_sources()
+        delivered, error = self.delivered, self._error
+        self._call(lambda: self._done(delivered, error))
+        self._ended(self)
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception:
+            # The op itself has ended properly, and other ops need this thread.
+            logger.exception("a completion callback of op %d failed", self.op.id)
+
+
+class Workers:
+    """Daemon threads that take tasks from one queue, first in, first out."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[int], None] | None] = queue.SimpleQueue()
+        self.threads = [
+            threading.Thread(target=self._run, args=(i,), name=f"kvtier-{name}-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def submit(self, task: Callable[[int], None]) -> None:
+        """Queue a task; it is called with the number of the thread that runs it."""
+        self._tasks.put(task)
+
+    def stop(self) -> None:
+        """Let every thread end once the queue is empty.  Does not wait."""
+        for _ in self.threads:
+            self._tasks.put(None)
+
+    def _run(self, number: int) -> None:
+        while (task := self._tasks.get()) is not None:
+            task(number)

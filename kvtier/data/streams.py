@@ -1,0 +1,128 @@
+"""What orders copies on the device: streams and events on CUDA, nothing on the CPU.
+
+The only module that names CUDA streams.  Knows nothing of ops.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+__all__ = ["CpuStreams", "CudaStreams", "Fences", "Lane", "Streams", "streams_for"]
+
+
+class Lane(Enum):
+    """Device work that may overlap with other lanes, in order within one."""
+
+    COMPUTE = "compute"
+    """The caller's own stream: what runs here takes effect before whatever it queues next."""
+    PACK = "pack"
+    """Gathers into staging."""
+    DRAIN = "drain"
+    """Staging to the host."""
+    LOAD = "load"
+    """Host to pages."""
+
+
+class Event(Protocol):
+    def synchronize(self) -> None: ...
+
+
+Fences = tuple[Event, ...]
+"""Events that an op has to run behind."""
+
+
+class Streams(Protocol):
+    def fence(self, stream: object | None) -> None:
+        """Later ``fences()`` include the work queued so far on ``stream`` (None: the current)."""
+
+    def fences(self) -> Fences:
+        """All fences so far, the latest of every stream."""
+
+    def on(self, lane: Lane, after: Fences = ()) -> AbstractContextManager[None]:
+        """Queue what the body does on this lane, behind ``after``."""
+
+    def mark(self, lane: Lane) -> Event:
+        """An event behind all that was queued on the lane; ``synchronize`` waits on the host."""
+
+
+class _Done:
+    def synchronize(self) -> None:
+        return None
+
+
+class CpuStreams:
+    """A CPU has finished by the time a call returns, so there is nothing to order."""
+
+    def fence(self, stream: object | None) -> None:
+        return None
+
+    def fences(self) -> Fences:
+        return ()
+
+    def on(self, lane: Lane, after: Fences = ()) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self, lane: Lane) -> Event:
+        return _Done()
+
+
+class CudaStreams:
+    """Three streams of our own, and the caller's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own: dict[Lane, torch.cuda.Stream] = {}
+        for lane in (Lane.PACK, Lane.DRAIN, Lane.LOAD):
+            self._own[lane] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        self._compute: torch.cuda.Stream | None = None
+        self._fences: dict[int, torch.cuda.Event] = {}
+
+    def fence(self, stream: object | None) -> None:
+        if stream is None:
+            stream = torch.cuda.current_stream(self._device)
+        if not isinstance(stream, torch.cuda.Stream):
+            raise TypeError(f"stream must be a torch.cuda.Stream or None, got {stream!r}")
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        with self._lock:
+            self._compute = stream
+            self._fences[stream.cuda_stream] = event
+
+    def fences(self) -> Fences:
+        with self._lock:
+            return tuple(self._fences.values())
+
+    @contextmanager
+    def on(self, lane: Lane, after: Fences = ()) -> Iterator[None]:
+        stream = self._stream(lane)
+        with torch.cuda.stream(stream):
+            for event in after:
+                assert isinstance(event, torch.cuda.Event)
+                stream.wait_event(event)
+            yield
+        if lane is Lane.COMPUTE:
+            # Later packs of what was copied here have to see it.
+            self.fence(stream)
+
+    def mark(self, lane: Lane) -> Event:
+        # Blocking: a waiting worker must not burn a core.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream(lane))
+        return event
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        if lane is not Lane.COMPUTE:
+            return self._own[lane]
+        # Ops may be started by a worker thread, whose current stream is not the caller's.
+        with self._lock:
+            known = self._compute
+        return torch.cuda.current_stream(self._device) if known is None else known
+
+
+def streams_for(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams()

@@ -1,0 +1,342 @@
+"""The data plane: runs ops over the device pool, the host arena and a store, on its own threads.
+
+Owns threads, staging and the order of copies.  Knows nothing of trees, leases or why an op was
+asked for.  An op owns the frames it names from ``start`` until it has ended, whatever becomes of
+the request behind it; so the queues are bounded by the pools.
+
+    PACK         pack thread: pages -> staging, ``packed``; landing threads: staging -> host
+    RESTORE      reading threads: disk -> host, verified -> pages
+    STORE, DROP  writing thread, in the order of ``start``
+    COPY, CLEAR  at once, on the caller's stream
+
+The pack thread waits for staging, which landing threads free; nothing else waits for a thread.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvtier.config import CacheConfig
+from kvtier.core.geometry import Geometry
+from kvtier.core.ops import Op, OpKind, Part
+from kvtier.data.device import DevicePool
+from kvtier.data.host import HostArena
+from kvtier.data.jobs import Job, Workers
+from kvtier.data.records import Loader, Packer, is_live, record_of, size_of
+from kvtier.data.staging import Staging
+from kvtier.data.streams import Lane, streams_for
+from kvtier.errors import CacheClosed, StoreError
+from kvtier.kernels.pack import copy_spans
+from kvtier.layouts.base import Layout
+from kvtier.seams import Store
+from kvtier.types import Tier
+
+__all__ = ["DeviceTransfer", "Traffic"]
+
+logger = logging.getLogger("kvtier")
+
+BATCH_BYTES = 4 << 20
+"""Records move in batches of about this size: large enough for the full speed of a pinned copy,
+small enough that several threads share one op."""
+LANDING_THREADS = 2
+"""A checksum runs at 10 to 20 GB/s a thread, a copy to the host at 50."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one tier has given, taken and failed at so far.  Only ever grows."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    faults: int = 0
+    """Ops and records that failed: an error, or a record that was missing or not verified."""
+
+
+class DeviceTransfer:
+    """Moves pages between the device, host memory and ``store`` (None: no disk).
+
+    ``device`` is a torch device; on "cpu" the device pool is plain memory and everything else is
+    the same: threads, staging, checksums.  Raises ConfigError if the sizes do not fit the layout.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        geometry: Geometry,
+        *,
+        device: str,
+        store: Store | None,
+        config: CacheConfig,
+    ) -> None:
+        where = torch.device(device)
+        frame_bytes = layout.frame_bytes()
+        most_frames = max(1, geometry.checkpoint_frames, geometry.parked_frames)
+        assert isinstance(config.staging_bytes, int)
+        self.pool = DevicePool(layout, geometry, where)
+        self.host = HostArena(geometry.cpu_frames, frame_bytes, pinned=where.type == "cuda")
+        self._layout = layout
+        self._store = store
+        self._streams = streams_for(where)
+        self._wait_s = config.wait_s if config.on_full == "wait" else None
+        self._batch_frames = max(BATCH_BYTES // frame_bytes, most_frames)
+        self._staging = Staging(
+            config.staging_bytes,
+            frame_bytes,
+            most_frames=most_frames,
+            cpu_frames=geometry.cpu_frames,
+            device=where,
+        )
+        self._packer = Packer(layout, self.pool, self.host, self._staging, self._streams)
+        self._loaders = [
+            Loader(layout, self.pool, self.host, store, self._streams, self._batch_frames)
+            for _ in range(config.io_threads)
+        ]
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)  # the pools were zeroed on the current stream
+        self._traffic = dict.fromkeys(Tier, Traffic())
+        self._causes: set[tuple[OpKind, str]] = set()
+        self._open_ops = 0
+        self._closing = False
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._packing = Workers("pack", 1)
+        self._landing = Workers("land", LANDING_THREADS)
+        self._reading = Workers("read", config.io_threads)
+        self._writing = Workers("write", 1)
+        self._workers = (self._packing, self._landing, self._reading, self._writing)
+        self._threads = {thread for workers in self._workers for thread in workers.threads}
+
+    def fence(self, stream: object | None) -> None:
+        """What is started after this waits for the work queued so far on ``stream``."""
+        self._streams.fence(stream)
+
+    def traffic(self, tier: Tier) -> Traffic:
+        """Bytes and faults of one tier so far."""
+        with self._changed:
+            return self._traffic[tier]
+
+    def start(
+        self,
+        op: Op,
+        *,
+        packed: Callable[[], None],
+        done: Callable[[int, BaseException | None], None],
+    ) -> None:
+        """Queue ``op``; see ``Transfer.start``.  Never blocks on I/O, staging or a device.
+
+        After ``close`` an op ends at once with CacheClosed, except those that completions of
+        earlier ops ask for.
+        """
+        deadline = None if self._wait_s is None else time.monotonic() + self._wait_s
+        job = Job(
+            op,
+            packed=packed,
+            done=done,
+            ended=self._op_ended,
+            fences=self._streams.fences(),
+            deadline=deadline,
+        )
+        with self._changed:
+            refused = self._closing and threading.current_thread() not in self._threads
+            self._open_ops += 1
+        if refused:
+            job.cut(0, CacheClosed("the cache has been closed"))
+            job.end_share()
+        elif op.kind is OpKind.PACK:
+            self._start_pack(job)
+        elif op.kind is OpKind.RESTORE:
+            self._start_restore(job)
+        elif op.kind in (OpKind.STORE, OpKind.DROP):
+            self._writing.submit(lambda _: self._write(job))
+        else:
+            self._change_device(job)
+
+    def close(self) -> None:
+        """Finish what was started, then stop all threads.  Idempotent.
+
+        From a completion callback it only asks for that and returns.
+        """
+        with self._changed:
+            self._closing = True
+            self._stop_if_idle()
+            if threading.current_thread() in self._threads:
+                return
+            self._changed.wait_for(lambda: self._stopped)
+        for thread in self._threads:
+            thread.join()
+        for loader in self._loaders:
+            loader.close()
+        self.host.close()
+
+    # Device -> host
+
+    def _start_pack(self, job: Job) -> None:
+        frames = sum(len(part.dst) for part in job.op.parts)
+        if not self._staging.admit(frames, always=job.deadline is not None):
+            job.cut(0)
+            job.end_share()
+            return
+        job.staged = frames
+        self._packing.submit(lambda _: self._pack(job))
+
+    def _pack(self, job: Job) -> None:
+        at = 0
+        while at < job.delivered:  # shrinks when a landing fails
+            with self._guard(job, at, Tier.GPU):
+                at = self._pack_batch(job, at)
+        job.release_sources()
+        job.end_share()
+
+    def _pack_batch(self, job: Job, start: int) -> int:
+        """Gather the parts from ``start`` on for which staging is free; returns the next one."""
+        parts = job.op.parts
+        free = self._staging.take(len(parts[start].dst), self._batch_frames, job.deadline)
+        if free is None:
+            job.cut(start)
+            return start
+        slots: list[list[int]] = []
+        for part in parts[start:]:
+            if len(part.dst) > len(free):
+                break
+            slots.append(free[: len(part.dst)])
+            del free[: len(part.dst)]
+        self._staging.give(free)
+        batch = parts[start : start + len(slots)]
+        taken = [slot for held in slots for slot in held]
+        try:
+            gathered = self._packer.gather(batch, slots, job.fences)
+        except BaseException:
+            self._staging.give(taken)
+            raise
+        job.share()
+
+        def land(_: int) -> None:
+            with self._guard(job, start, Tier.CPU):
+                self._packer.land(batch, slots, gathered)
+                self._count_moved(batch)
+            self._staging.give(taken)
+            job.end_share()
+
+        self._landing.submit(land)
+        gathered.synchronize()
+        return start + len(batch)
+
+    # Host or disk -> device
+
+    def _start_restore(self, job: Job) -> None:
+        start, frames = 0, 0
+        for i, part in enumerate(job.op.parts):
+            size = -(-size_of(self._layout, part) // self.host.frame_bytes)
+            if i > start and frames + size > self._batch_frames:
+                self._submit_load(job, start, i)
+                start, frames = i, 0
+            frames += size
+        if job.op.parts:
+            self._submit_load(job, start, len(job.op.parts))
+        job.end_share()
+
+    def _submit_load(self, job: Job, start: int, stop: int) -> None:
+        job.share()
+
+        def load(number: int) -> None:
+            if start < job.delivered:  # nothing before it has failed
+                self._load(job, self._loaders[number], start, stop)
+            job.end_share()
+
+        self._reading.submit(load)
+
+    def _load(self, job: Job, loader: Loader, start: int, stop: int) -> None:
+        batch = job.op.parts[start:stop]
+        with self._guard(job, start, Tier.DISK):
+            places, good = loader.read(batch)
+            if good < len(batch):
+                job.cut(start + good)
+                self._fault(job.op, start + good, Tier.DISK, "missing or damaged record")
+            with self._guard(job, start, Tier.GPU):
+                loader.scatter(batch[:good], places, job.fences)
+                self._count_moved(batch[:good])
+
+    # Host -> disk
+
+    def _write(self, job: Job) -> None:
+        with self._guard(job, 0, Tier.DISK):
+            if self._store is None:
+                raise StoreError("this cache has no disk tier")
+            if job.op.kind is OpKind.DROP:
+                self._store.delete([part.key for part in job.op.parts])
+            else:
+                self._store.put_group(
+                    [record_of(self._layout, self.host, part) for part in job.op.parts]
+                )
+                self._count_moved(job.op.parts)
+        job.end_share()
+
+    # Device -> device
+
+    def _change_device(self, job: Job) -> None:
+        with self._guard(job, 0, Tier.GPU), self._streams.on(Lane.COMPUTE):
+            for part in job.op.parts:
+                if job.op.kind is OpKind.CLEAR:
+                    self.pool.clear(part.dst)
+                else:
+                    copy_spans(
+                        self.pool.spans(part.kind, part.src, live=is_live(part, source=True)),
+                        self.pool.spans(part.kind, part.dst, live=is_live(part, source=False)),
+                    )
+        job.end_share()
+
+    # Accounts
+
+    @contextmanager
+    def _guard(self, job: Job, part: int, tier: Tier) -> Iterator[None]:
+        """Around one task of one op: whatever goes wrong ends that op at ``part``, is counted,
+        and said once."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it was, the op ends and is counted
+            job.cut(part, error)
+            self._fault(job.op, part, tier, f"{type(error).__name__}: {error}")
+
+    def _fault(self, op: Op, part: int, tier: Tier, why: str) -> None:
+        cause = (op.kind, why.partition(":")[0])
+        with self._changed:
+            traffic = self._traffic[tier]
+            self._traffic[tier] = replace(traffic, faults=traffic.faults + 1)
+            known = cause in self._causes
+            self._causes.add(cause)
+        if not known:
+            logger.warning(
+                "%s at key %s failed: %s (the next ones are only counted)",
+                op.kind.value,
+                "".join(p.key.hex() for p in op.parts[part : part + 1]) or "-",
+                why,
+            )
+
+    def _count_moved(self, parts: tuple[Part, ...]) -> None:
+        with self._changed:
+            for part in parts:
+                size = size_of(self._layout, part)
+                source = self._traffic[part.source]
+                self._traffic[part.source] = replace(source, read_bytes=source.read_bytes + size)
+                for tier in (part.target, *([Tier.CPU] if part.via else [])):
+                    target = self._traffic[tier]
+                    self._traffic[tier] = replace(target, written_bytes=target.written_bytes + size)
+
+    def _op_ended(self, job: Job) -> None:
+        if job.staged:
+            self._staging.dismiss(job.staged)
+        with self._changed:
+            self._open_ops -= 1
+            self._stop_if_idle()
+
+    def _stop_if_idle(self) -> None:
+        if self._closing and not self._open_ops and not self._stopped:
+            self._stopped = True
+            for workers in self._workers:
+                workers.stop()
+            self._changed.notify_all()
