@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt pip
 	$(BIN)/python -m pip install -q -c constraints.txt torch numpy
-	$(BIN)/python -m pip install -q -c constraints.txt hatchling ruff mypy \
+	$(BIN)/python -m pip install -q -c constraints.txt hatchling editables ruff mypy \
 	    pytest pytest-timeout pytest-xdist hypothesis
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[deepseek]'
 	touch $@

@@ -28,6 +28,11 @@ class Workload:
     probes: int = 2_000
     seed: int = 0
 
+    @classmethod
+    def of_size(cls, *, quick: bool) -> "Workload":
+        """The size that every side of a comparison runs at."""
+        return cls(sequences=1_000, groups=20, probes=500) if quick else cls()
+
     def _draw(self, stream: int, *shape: int) -> Ids:
         rng = np.random.default_rng([self.seed, stream])
         return rng.integers(0, VOCABULARY, size=shape, dtype=np.int32)

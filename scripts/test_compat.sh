@@ -18,7 +18,7 @@ for version in "$@"; do
     pip=("$venv/bin/python" -m pip install -q -c "$pins")
     "${pip[@]}" pip
     "${pip[@]}" torch numpy
-    "${pip[@]}" hatchling pytest pytest-timeout pytest-xdist hypothesis
+    "${pip[@]}" hatchling editables pytest pytest-timeout pytest-xdist hypothesis
     "${pip[@]}" --upgrade "$wanted"
     "${pip[@]}" --no-build-isolation -e '.[deepseek]'
     "$venv/bin/python" -c 'import transformers; print("transformers", transformers.__version__)'

@@ -36,16 +36,12 @@ def quiet_imports() -> None:
     torch.library.register_fake = tolerant
 
 
-def options(description: str | None) -> Workload:
-    """The workload asked for on the command line."""
+def options(description: str | None) -> tuple[Workload, bool]:
+    """The workload asked for on the command line, and whether it is the quick one."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true")
-    return workload(quick=parser.parse_args().quick)
-
-
-def workload(*, quick: bool) -> Workload:
-    """The size every side of the comparison runs at."""
-    return Workload(sequences=1_000, groups=20, probes=500) if quick else Workload()
+    quick = parser.parse_args().quick
+    return Workload.of_size(quick=quick), quick
 
 
 def emit(name: str, calls: Sequence[Callable[[], object]], *, page: int, peer: str) -> None:

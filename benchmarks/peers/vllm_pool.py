@@ -77,7 +77,7 @@ def run(block: int, work: Workload) -> None:
 
 
 if __name__ == "__main__":
-    wanted = options(__doc__)
+    wanted, _ = options(__doc__)
     for size in (64, 256):
         try:
             run(size, wanted)
