@@ -1,4 +1,4 @@
-"""Tiny random DeepSeek models, the plain forward pass that is the oracle, and a greedy reference."""
+"""Tiny random DeepSeek models, the plain forward pass as oracle, and a greedy reference."""
 
 from typing import Any
 

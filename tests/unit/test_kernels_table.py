@@ -1,0 +1,97 @@
+"""The table: every case is listed, a reference, or an error; never the closest kernel (AT-4.3)."""
+
+import dataclasses
+from typing import ClassVar
+
+import pytest
+import torch
+
+from kvtier import ConfigError
+from kvtier.kernels import OPERATIONS, Case, select, select_all, table
+
+ABSORBED = Case("mla_absorbed", "dense", (576, 512), torch.bfloat16, "cuda")
+WHOLE = Case("mla_materialised_whole", "dense", (192, 128), torch.float32, "cpu")
+
+
+def test_every_operation_has_an_available_row() -> None:
+    rows = table()
+    for operation in OPERATIONS:
+        assert any(r["operation"] == operation and r["available"] == "yes" for r in rows)
+    assert {r["backend"] for r in rows} == {"torch", "sdpa", "triton", "flashmla", "flashinfer"}
+
+
+@pytest.mark.parametrize("operation", [op for op in OPERATIONS if op != "mla_materialised_whole"])
+@pytest.mark.parametrize("dims", [(576, 512), (80, 64), (1, 1)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_any_dimensions_find_the_reference(
+    operation: str, dims: tuple[int, int], device: str
+) -> None:
+    case = Case(operation, "dense", dims, torch.float32, device)
+    assert select(case).backend == "torch"
+    assert select(case, backend="torch").run is select(case).run
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"record": "fp8"},
+        {"dtype": torch.float8_e4m3fn},
+        {"dtype": torch.int32},
+        {"device": "mps"},
+        {"operation": "mla_sparse"},
+    ],
+    ids=lambda change: str(next(iter(change.values()))),
+)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_an_unlisted_case_raises(change: dict[str, object], backend: str) -> None:
+    with pytest.raises(ConfigError, match=r"lists|does not list|unknown operation"):
+        select(dataclasses.replace(ABSORBED, **change), backend=backend)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["flashmla", "flashinfer", "triton"])
+def test_a_forced_backend_that_is_not_there_says_so(backend: str) -> None:
+    with pytest.raises(ConfigError, match=f"{backend} kernel is not part of this build"):
+        select(ABSORBED, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["flashmla", "flashinfer", "triton", "sdpa"])
+def test_a_forced_backend_never_takes_other_dimensions(backend: str) -> None:
+    case = dataclasses.replace(ABSORBED, dims=(576, 256))
+    with pytest.raises(ConfigError, match="does not list"):
+        select(case, backend=backend)
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ConfigError, match="'fastest' is unknown"):
+        select(ABSORBED, backend="fastest")
+
+
+def test_errors_name_the_whole_case() -> None:
+    with pytest.raises(ConfigError) as caught:
+        select(dataclasses.replace(ABSORBED, record="fp8"))
+    for part in ("mla_absorbed", "fp8", "(576, 512)", "torch.bfloat16", "cuda"):
+        assert part in str(caught.value)
+
+
+class TestSelectAll:
+    cases: ClassVar = {"decode": dataclasses.replace(ABSORBED, device="cpu"), "whole": WHOLE}
+
+    def test_auto_takes_the_first_available_row(self) -> None:
+        chosen = select_all(self.cases)
+        assert {k: v.backend for k, v in chosen.items()} == {"decode": "torch", "whole": "sdpa"}
+
+    def test_a_named_backend_is_used_where_it_is_listed_only(self) -> None:
+        chosen = select_all(self.cases, backend="sdpa")
+        assert {k: v.backend for k, v in chosen.items()} == {"decode": "torch", "whole": "sdpa"}
+
+    def test_a_case_the_named_backend_and_the_reference_lack_is_left_out(self) -> None:
+        assert list(select_all(self.cases, backend="torch")) == ["decode"]
+
+    @pytest.mark.parametrize("backend", ["flashmla", "triton", "nonsense"])
+    def test_a_named_backend_that_lists_nothing_raises(self, backend: str) -> None:
+        with pytest.raises(ConfigError, match=backend):
+            select_all(self.cases, backend=backend)
+
+    def test_a_named_backend_that_is_missing_raises_even_if_others_could(self) -> None:
+        with pytest.raises(ConfigError, match="not part of this build"):
+            select_all({"decode": ABSORBED}, backend="flashmla")
