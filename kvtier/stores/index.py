@@ -1,0 +1,375 @@
+"""The transactional index of a store: one LMDB file that says which records there are.
+
+Owns the databases inside it, their counters, and what a change may never do: publish a record
+without its parent, or remove one that others hang on.  Knows slots as numbers only; payload is
+not its business.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import StoreError
+from kvtier.stores.files import FILE_MODE, FileIO
+from kvtier.stores.record import (
+    FORMAT,
+    QUARANTINED,
+    ROW,
+    Row,
+    pack_more,
+    pack_row,
+    unpack_more,
+    unpack_row,
+)
+
+__all__ = ["Counters", "Found", "Index", "Update", "check_rows", "open_env"]
+
+CHUNK = 1 << 16
+READERS = 510
+"""Read transactions at once, over all processes."""
+
+Rows = npt.NDArray[np.void]
+Found = tuple[Row, list[int]]
+"""A record's row, and its slots in order."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Kept in the index, changed in the same transaction as what they count."""
+
+    records: int = 0
+    checkpoints: int = 0
+    frames: int = 0
+    quarantined: int = 0
+    """Frames of quarantined records; part of ``frames``."""
+    bytes: int = 0
+    """Payload bytes of all records, before any codec."""
+    seq: int = 0
+    """Publishes so far."""
+    tick: int = 0
+    """Of the youngest record."""
+
+
+def open_env(path: str, map_bytes: int, *, readonly: bool, lock: bool = True) -> Any:
+    """The LMDB environment of an index file."""
+    return lmdb.open(
+        path,
+        subdir=False,
+        map_size=map_bytes,
+        max_dbs=3,
+        max_readers=READERS,
+        mode=FILE_MODE,
+        readonly=readonly,
+        lock=lock,
+        create=not readonly,
+    )
+
+
+@contextmanager
+def _typed(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except lmdb.MapFullError as error:
+        raise StoreError(f"the index is full while {doing}: {error}") from error
+    except lmdb.Error as error:
+        raise StoreError(f"the index failed while {doing}: {error}") from error
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(error.errno, f"the index failed while {doing}: {error}") from error
+
+
+class Index:
+    """Rows by key.  ``find`` is thread-safe; ``update`` is the writer's."""
+
+    def __init__(self, io: FileIO, path: str, map_bytes: int, store: bytes, *, write: bool) -> None:
+        self._io = io
+        self.path = path
+        with _typed("opening"):
+            self._env = open_env(path, map_bytes, readonly=not write)
+            try:
+                self._meta = self._env.open_db(b"meta", create=write)
+                self._rows = self._env.open_db(b"rows", create=write)
+                self._more = self._env.open_db(b"more", create=write)
+                if write:
+                    self._env.reader_check()
+                    self._found(store)
+                self._admit(store)
+                self._inode = os.stat(path).st_ino
+                self.counters = self._read_counters()
+            except BaseException:
+                self._env.close()
+                raise
+
+    def _found(self, store: bytes) -> None:
+        """Write the description of a new index."""
+        with self._env.begin(write=True) as txn:
+            if txn.get(b"store", db=self._meta) is None:
+                about = {"format": FORMAT, "store": store.hex()}
+                txn.put(b"store", json.dumps(about).encode(), db=self._meta)
+                _write_counters(txn, self._meta, Counters())
+
+    def _admit(self, store: bytes) -> None:
+        with self._env.begin() as txn:
+            about = json.loads(txn.get(b"store", default=b"{}", db=self._meta))
+        if about.get("format", FORMAT) > FORMAT:
+            raise newer(self.path, about["format"])
+        if about.get("store") != store.hex():
+            raise StoreError(f"{self.path} belongs to another store; move it away")
+
+    def reload(self) -> None:
+        """Read the counters again, after a change of which nobody knows whether it took effect."""
+        with _typed("looking up"):
+            self.counters = self._read_counters()
+
+    def _read_counters(self) -> Counters:
+        with self._env.begin() as txn:
+            data = txn.get(b"counters", db=self._meta)
+        if data is None:
+            raise StoreError(f"{self.path} has no counters")
+        return Counters(**json.loads(data))
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes]) -> list[Found | None]:
+        """The rows of these keys in one snapshot; None for unknown and for damaged ones."""
+        with _typed("looking up"), self._env.begin() as txn:
+            return [_find(txn, self._rows, self._more, key) for key in keys]
+
+    def chunks(self) -> Iterator[tuple[Rows, bytes]]:
+        """All rows in key order, in one snapshot, some tens of thousands at a time: as an array
+        of ``ROW``, and as the bytes under it."""
+        with _typed("scanning"), self._env.begin(db=self._rows) as txn:
+            values = txn.cursor().iternext(keys=False, values=True)
+            while data := b"".join(islice(values, CHUNK)):
+                if len(data) % ROW.itemsize:
+                    raise StoreError("the index holds a row of a wrong length")
+                yield np.frombuffer(data, ROW), data
+
+    def more(self) -> Iterator[tuple[bytes, list[int] | None]]:
+        """(key, slots after the first) of every record of several frames."""
+        with _typed("scanning"), self._env.begin(db=self._more) as txn:
+            for key, data in txn.cursor():
+                yield key, unpack_more(data)
+
+    def used_bytes(self) -> int:
+        """Length of the part of the file that holds data; the rest is reserve."""
+        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
+
+    def stale(self) -> bool:
+        """Whether another file lies at the path by now."""
+        try:
+            return os.stat(self.path).st_ino != self._inode
+        except FileNotFoundError:
+            return True
+
+    # -- writing -------------------------------------------------------------------------------
+
+    @contextmanager
+    def update(self, doing: str) -> Iterator["Update"]:
+        """One transaction: durable and visible when the block ends, absent if it raises."""
+        counters = Counters(**asdict(self.counters))
+        with _typed(doing):
+            txn = self._env.begin(write=True)
+            try:
+                yield Update(txn, self._rows, self._more, counters)
+                _write_counters(txn, self._meta, counters)
+                self._io.point("index:commit")
+                self._io.commit(txn)
+            except BaseException:
+                txn.abort()
+                raise
+        self.counters = counters
+        self._io.point("index:committed")
+
+    def fill(self, records: Sequence[Found], counters: Counters) -> None:
+        """Write all records of an empty index, in one transaction; they come in key order."""
+        with self.update("rebuilding") as change:
+            change.fill(records, counters)
+
+    def close(self) -> None:
+        self._env.close()
+
+
+class Update:
+    """The changes of one transaction; keeps the counters and the children of parents right."""
+
+    def __init__(self, txn: Any, rows: Any, more: Any, counters: Counters) -> None:
+        self._txn = txn
+        self._rows = rows
+        self._more = more
+        self.counters = counters
+
+    def get(self, key: bytes) -> Found | None:
+        return _find(self._txn, self._rows, self._more, key)
+
+    def add(self, row: Row, slots: list[int]) -> None:
+        """Publish a record.  Raises StoreError when its parent is not there."""
+        if not row.is_root:
+            self._adopt(row, 1)
+        self._write(row)
+        if row.frames > 1:
+            self._txn.put(row.key, pack_more(slots[1:]), db=self._more)
+        self._count(row, 1)
+
+    def remove(self, row: Row) -> None:
+        """Forget a record; the children it had must go in the same transaction."""
+        self._txn.delete(row.key, db=self._rows)
+        if row.frames > 1:
+            self._txn.delete(row.key, db=self._more)
+        if not row.is_root:
+            self._adopt(row, -1)
+        self._count(row, -1)
+
+    def replace(self, old: Row, row: Row, slots: list[int]) -> None:
+        """Put a record in the place of another of its key; what hangs on it stays."""
+        self._count(old, -1)
+        self._txn.delete(old.key, db=self._more)
+        row = row._replace(children=old.children)
+        self._write(row)
+        if row.frames > 1:
+            self._txn.put(row.key, pack_more(slots[1:]), db=self._more)
+        self._count(row, 1)
+
+    def change(self, row: Row, *, tick: int | None = None, state: int | None = None) -> None:
+        """Rewrite a record's tick or state."""
+        self._count(row, -1)
+        row = row._replace(
+            tick=row.tick if tick is None else tick, state=row.state if state is None else state
+        )
+        self._write(row)
+        self._count(row, 1)
+
+    def fill(self, records: Sequence[Found], counters: Counters) -> None:
+        """Write records of an empty index as they are, children counted by the caller."""
+        rows, more = self._txn.cursor(db=self._rows), self._txn.cursor(db=self._more)
+        rows.putmulti(((row.key, pack_row(row)) for row, _ in records), append=True)
+        several = ((row.key, pack_more(slots[1:])) for row, slots in records if row.frames > 1)
+        more.putmulti(several, append=True)
+        self.counters.seq = counters.seq
+        for row, _ in records:
+            self._count(row, 1)
+
+    def _adopt(self, row: Row, by: int) -> None:
+        found = self.get(row.parent)
+        if found is None or (by > 0 and found[0].state == QUARANTINED):
+            if by > 0:
+                raise StoreError(
+                    f"record {row.key.hex()} needs {row.parent.hex()}, which is not stored"
+                )
+            return  # the parent went first, in this transaction
+        self._write(found[0]._replace(children=found[0].children + by))
+
+    def _write(self, row: Row) -> None:
+        self._txn.put(row.key, pack_row(row), db=self._rows)
+
+    def _count(self, row: Row, by: int) -> None:
+        counters = self.counters
+        counters.records += by
+        counters.checkpoints += by * row.checkpoint
+        counters.frames += by * row.frames
+        counters.bytes += by * row.size
+        if row.state == QUARANTINED:
+            counters.quarantined += by * row.frames
+        if by > 0:
+            counters.tick = max(counters.tick, row.tick)
+
+
+def newer(path: str, version: int) -> StoreError:
+    """The error for a store that a newer version wrote."""
+    return StoreError(
+        f"{path} was written by a newer kvtier (format {version}, this one reads {FORMAT}): "
+        "upgrade kvtier, or give this one another disk_path"
+    )
+
+
+def _find(txn: Any, rows: Any, more: Any, key: bytes) -> Found | None:
+    data = txn.get(key, db=rows)
+    if data is None:
+        return None
+    row = unpack_row(data)
+    if row is None or row.key != key:
+        return None
+    if row.frames == 1:
+        return row, [row.slot]
+    rest = unpack_more(txn.get(key, default=b"", db=more))
+    if rest is None or len(rest) != row.frames - 1:
+        return None
+    return row, [row.slot, *rest]
+
+
+def _write_counters(txn: Any, meta: Any, counters: Counters) -> None:
+    txn.put(b"counters", json.dumps(asdict(counters)).encode(), db=meta)
+
+
+def check_rows(rows: Rows, more: dict[bytes, list[int]], counters: Counters) -> list[str]:
+    """Everything that is wrong with the records of an index, as sentences; [] is sound.
+
+    ``rows`` in key order.  Checks order, parents, child counts, slots and counters.
+    """
+    wrong = []
+    keys = np.ascontiguousarray(rows["key"]).view(">u8").reshape(-1, 2)
+    high, low = keys[:, 0].astype(np.uint64), keys[:, 1].astype(np.uint64)
+    ascending = (high[1:] > high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] > low[:-1]))
+    if not ascending.all():
+        return ["keys are not in order"]
+    if not np.isin(rows["state"], (0, 1)).all() or not np.isin(rows["checkpoint"], (0, 1)).all():
+        wrong.append("a row holds an impossible state")
+    missing, children = _parents(rows, high, low)
+    if missing:
+        wrong.append(f"{missing} records lack their parent (I6)")
+    elif not np.array_equal(children, rows["children"]):
+        wrong.append("child counts differ from the children")
+    several = {bytes(row["key"]): int(row["frames"]) for row in rows[rows["frames"] > 1]}
+    if {key: len(slots) + 1 for key, slots in more.items()} != several:
+        wrong.append("slots of records of several frames do not match their rows")
+    slots = np.concatenate(
+        [rows["slot"], np.array([s for rest in more.values() for s in rest], np.uint32)]
+    )
+    if len(np.unique(slots)) != len(slots):
+        wrong.append("a slot is used twice (I1)")
+    bad = rows[rows["state"] == QUARANTINED]
+    total = replace(
+        counters,
+        records=len(rows),
+        checkpoints=int(rows["checkpoint"].sum()),
+        frames=int(rows["frames"].sum()),
+        quarantined=int(bad["frames"].sum()),
+        bytes=int(rows["size"].sum()),
+    )
+    if total != counters:
+        wrong.append(f"the counters are {counters}, the rows make {total}")
+    return wrong
+
+
+def _parents(
+    rows: Rows, high: npt.NDArray[np.uint64], low: npt.NDArray[np.uint64]
+) -> tuple[int, npt.NDArray[np.uint32]]:
+    """(records whose parent is missing, children of each record)."""
+    children = np.zeros(len(rows), np.uint32)
+    parents = np.ascontiguousarray(rows["parent"]).view(">u8").reshape(-1, 2)
+    wanted = parents[(rows["depth"] != 1) | (rows["checkpoint"] != 0)]  # first pages have none
+    wanted = wanted[np.argsort(wanted[:, 0])]
+    first = np.searchsorted(high, wanted[:, 0].astype(np.uint64))
+    second = wanted[:, 1].astype(np.uint64)
+    found = np.zeros(len(wanted), np.bool_)
+    at = first.copy()
+    open_ = at < len(rows)
+    # Keys are digests: nearly always the first of equal high halves is the one.
+    while open_.any():
+        here = np.minimum(at, max(len(rows) - 1, 0))
+        same = open_ & (high[here] == wanted[:, 0].astype(np.uint64))
+        hit = same & (low[here] == second)
+        np.add.at(children, here[hit], 1)
+        found |= hit
+        at = at + 1
+        open_ = same & ~hit & (at < len(rows))
+    return int((~found).sum()), children

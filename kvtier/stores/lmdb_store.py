@@ -1,0 +1,444 @@
+"""``LmdbStore``: page records on a local disk, crash-safe, verified on read, hard-bounded.
+
+An LMDB index says which records there are; their payloads lie in preallocated slab files beside
+it.  This module owns the order of things: payload is durable before the index names it, a slot is
+reused only after the index forgot it, and nothing is handed out that was not verified.  It knows
+nothing of leases, tiers or devices.
+
+A record's life: absent -> (slots reserved, written, synced) -> stored, by one transaction for its
+whole group -> [quarantined, when a read finds it bad] -> absent, by ``delete``.
+"""
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Literal, final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ConfigError, InvariantError, StoreError
+from kvtier.seams import ENTRY, Read, Record
+from kvtier.stores import opening
+from kvtier.stores.codec import Codec
+from kvtier.stores.directory import Names
+from kvtier.stores.files import FileIO, FileLock
+from kvtier.stores.index import Counters, Found, Index, check_rows
+from kvtier.stores.payload import PayloadReader, PayloadWriter, Verdict
+from kvtier.stores.record import QUARANTINED, ROW, STORED, Row, store_id
+from kvtier.stores.recovery import Inspect, Mark, write_mark
+from kvtier.stores.scan import inspect_in_child
+
+__all__ = ["LmdbStore"]
+
+log = logging.getLogger("kvtier")
+
+_NO_CODEC: Mapping[str, int] = MappingProxyType({})
+_OPEN: "weakref.WeakSet[LmdbStore]" = weakref.WeakSet()
+_fork_watched = False
+
+
+@final
+class LmdbStore:
+    """A ``Store`` in a directory that it may share with stores of other models and ranks.
+
+    ``capacity`` is in frames.  It follows from ``limit_bytes``, a hard limit for all files of the
+    directory: what other stores there hold or may use is taken off first, ranks of one world get
+    equal parts.  One writer per store; any number of readers (``mode="read"``), in other
+    processes.  A process forked from this one must open its own: here every call raises.
+
+    Raises ConfigError when the sizes or the path cannot work, StoreLocked when somebody else
+    writes this store, StoreError when it cannot be opened or a newer version wrote it.  Opening
+    repairs what a crash or a damaged file left; another fingerprint's store is never touched.
+    """
+
+    inspect: Inspect = staticmethod(inspect_in_child)
+    """Looks at an index nobody vouches for; in a child process, which may die of it."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        fingerprint: bytes,
+        rank: int = 0,
+        world: int = 1,
+        frame_bytes: int,
+        limit_bytes: int = 0,
+        mode: Literal["write", "read"] = "write",
+        codec: Mapping[str, int] = _NO_CODEC,
+        checkpoint_frames: int = 1,
+        io: FileIO | None = None,
+    ) -> None:
+        if not 4 <= len(fingerprint) <= 32:
+            raise ConfigError(f"fingerprint must be 4 to 32 bytes, got {len(fingerprint)}")
+        if world < 1 or not 0 <= rank < world:
+            raise ConfigError(f"rank must lie in [0, world), got rank={rank} of {world}")
+        if frame_bytes < 1 or checkpoint_frames < 0:
+            raise ConfigError(f"frame_bytes must be at least 1, got {frame_bytes}")
+        if mode not in ("write", "read"):
+            raise ConfigError(f'disk_mode must be "write" or "read", got {mode!r}')
+        self._io = io or FileIO()
+        self._names = Names(os.path.abspath(os.fspath(path)), fingerprint, rank, world)
+        self._id = store_id(fingerprint, rank, world, frame_bytes)
+        self._frame_bytes = frame_bytes
+        self._write = mode == "write"
+        self._pid = os.getpid()
+        self._codec = Codec(codec)
+        self._turn = threading.Condition()
+        self._active = 0
+        self._closed = False
+        self._changing = threading.Lock()
+        self._bad: set[tuple[bytes, int]] = set()
+        """(key, seq) found bad and not recorded: by a reader, or when even that failed."""
+
+        about = opening.About(self._names, self._id, frame_bytes, checkpoint_frames)
+        if self._write:
+            opened = opening.open_writer(self._io, about, limit_bytes, type(self).inspect)
+        else:
+            opened = opening.open_reader(self._io, about, type(self).inspect)
+        self._about = about
+        self._lock = opened.lock
+        self._index: Index = opened.index
+        self._slabs = opened.slabs
+        self._slots = opened.slots
+        self._entries = opened.entries
+        self.capacity = opened.capacity
+        self._reader = PayloadReader(self._slabs, self._id, frame_bytes, self._codec)
+        self._writer = PayloadWriter(self._slabs, self._id, frame_bytes, self._codec)
+        _watch_forks()
+        _OPEN.add(self)
+
+    # -- the protocol --------------------------------------------------------------------------
+
+    def put_group(self, records: Sequence[Record]) -> None:
+        """Publish records, parents first: all or none, durable when it returns.
+
+        A key already stored counts as done; a quarantined one is written anew.  Raises StoreError
+        and changes nothing when a parent is missing, the capacity is used up, or the medium fails.
+        """
+        with self._operation(), self._writes("put_group"):
+            fresh = self._fresh(records)
+            if not fresh:
+                return
+            slots = self._reserve(sum(len(record.payload) for record in fresh))
+            try:
+                retired = self._publish(fresh, slots)
+            except BaseException:
+                self._after_failure(fresh[-1].key, slots)
+                raise
+            self._slots.give(retired)
+            self._io.point("put:done")
+
+    def read_into(self, reads: Sequence[Read]) -> list[bool]:
+        """Fill the views of each read; True where the record was there, whole and the right one.
+
+        Views are written to even where the answer is False.  Thread-safe.  Raises StoreError when
+        the index itself fails.
+        """
+        with self._operation():
+            wanted: list[tuple[Read, Found]] = []
+            where: list[int] = []
+            for i, found in enumerate(self._index.find([read.key for read in reads])):
+                if found is not None and self._offers(reads[i], found[0]):
+                    wanted.append((reads[i], found))
+                    where.append(i)
+            answers = [False] * len(reads)
+            for i, (read, _), verdict in zip(where, wanted, self._reader.read(wanted), strict=True):
+                answers[i] = verdict is Verdict.GOOD or (
+                    verdict is Verdict.BAD and self._suspect(read)
+                )
+            return answers
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Forget records in one transaction; their slots are free when it returns.
+
+        Unknown keys are ignored.  Raises StoreError and changes nothing when a record would stay
+        behind without its parent.
+        """
+        with self._operation(), self._writes("delete"):
+            found = {key: at for key in keys if (at := self._index.find([key])[0]) is not None}
+            going: dict[bytes, int] = {}
+            for row, _ in found.values():
+                going[row.parent] = going.get(row.parent, 0) + 1
+            for key, (row, _) in found.items():
+                if row.children != going.get(key, 0):
+                    raise StoreError(
+                        f"record {key.hex()} has {row.children} that hang on it, of which "
+                        f"{going.get(key, 0)} are deleted with it"
+                    )
+            if not found:
+                return
+            with self._index.update("deleting") as change:
+                for row, _ in sorted(found.values(), key=lambda at: at[0].order):
+                    change.remove(row)
+            for _, slots in found.values():
+                self._slots.give(slots)
+            self._io.point("delete:done")
+
+    def touch(self, ticks: Sequence[tuple[bytes, int]]) -> None:
+        """Remember the recency of records, for the next open; unknown keys are ignored."""
+        with self._operation(), self._writes("touch"):
+            latest = dict(ticks)
+            with self._index.update("touching") as change:
+                for key, tick in latest.items():
+                    found = change.get(key)
+                    if found is not None and found[0].tick != tick:
+                        change.change(found[0], tick=tick)
+
+    def scan(self) -> npt.NDArray[np.void]:
+        """Everything stored and not quarantined, as an array of ``ENTRY`` in key order."""
+        with self._operation():
+            with self._changing:
+                entries, self._entries = self._entries, None
+            if entries is not None:
+                return entries
+            parts = [opening.entries_of(rows) for rows, _ in self._index.chunks()]
+            return np.concatenate(parts) if parts else np.empty(0, ENTRY)
+
+    def close(self) -> None:
+        """Leave a store that the next open can trust without a look.  Waits for calls under way;
+        idempotent.  In a forked child it only lets go."""
+        if os.getpid() != self._pid:
+            return
+        with self._turn:
+            if self._closed:
+                return
+            self._closed = True
+            self._turn.wait_for(lambda: self._active == 0)
+        counters, used = self._index.counters, self._index.used_bytes()
+        self._release()
+        if self._lock is not None:
+            mark = Mark(used, "", counters.records, counters.checkpoints, counters.bytes)
+            try:
+                write_mark(self._io, self._names, mark)
+            except OSError as error:
+                log.warning("kvtier disk: %s will be inspected when opened: %s", self, error)
+            self._lock.release()
+
+    def _release(self) -> None:
+        """Close the files."""
+        _OPEN.discard(self)
+        self._index.close()
+        self._slabs.close()
+
+    def _abandon(self) -> None:
+        """Let go of everything as a crash would: no mark of a clean close is left."""
+        self._closed = True
+        self._release()
+        if self._lock is not None:
+            self._lock.release()
+
+    # -- beyond the protocol -------------------------------------------------------------------
+
+    def counters(self) -> Counters:
+        """What the index holds: records, frames, quarantined frames, payload bytes."""
+        with self._operation():
+            return self._index.counters
+
+    def check(self) -> None:
+        """Raise InvariantError naming everything that does not add up.  O(records)."""
+        with self._operation(), self._changing:
+            parts = [rows for rows, _ in self._index.chunks()]
+            rows = np.concatenate(parts) if parts else np.empty(0, ROW)
+            more = {key: slots or [] for key, slots in self._index.more()}
+            wrong = check_rows(rows, more, self._index.counters)
+            if self._write and self._slots.used != self._index.counters.frames:
+                wrong.append(
+                    f"{self._slots.used} slots are taken, records have "
+                    f"{self._index.counters.frames} (I1)"
+                )
+            if self._index.counters.frames > self.capacity:
+                wrong.append(f"more frames than the capacity of {self.capacity}")
+        if wrong:
+            raise InvariantError("\n".join(wrong))
+
+    def __enter__(self) -> "LmdbStore":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        mode = "write" if self._write else "read"
+        return f"LmdbStore({self._names.directory!r}, mode={mode!r}, capacity={self.capacity})"
+
+    # -- inside --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """A call under way: the store stays open until it ends."""
+        if os.getpid() != self._pid:
+            raise StoreError("this store was opened before a fork; open one in the child")
+        with self._turn:
+            if not self._write and not self._closed and self._index.stale():
+                self._turn.wait_for(lambda: self._active == 0)
+                self._follow()
+            if self._closed:
+                raise StoreError("this store is closed")
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._active -= 1
+                if self._active == 0:
+                    self._turn.notify_all()
+
+    @contextmanager
+    def _writes(self, what: str) -> Iterator[None]:
+        """The one change at a time; failures of the medium leave as StoreError."""
+        if not self._write:
+            raise StoreError(f'{what}: this store was opened with disk_mode="read"')
+        with self._changing:
+            self._entries = None
+            try:
+                yield
+            except StoreError:
+                raise
+            except OSError as error:
+                raise StoreError(error.errno, f"{what} failed: {error}") from error
+
+    def _fresh(self, records: Sequence[Record]) -> list[Record]:
+        """Those not stored yet; checks their form and that no parent is missing."""
+        fresh: list[Record] = []
+        known: set[bytes] = set()
+        found = self._index.find([record.key for record in records])
+        for record, at in zip(records, found, strict=True):
+            if record.key in known:
+                continue
+            if at is None or at[0].state == QUARANTINED or (record.key, at[0].seq) in self._bad:
+                self._writer.check(record)
+                if not _is_root(record) and record.parent not in known:
+                    parent = self._index.find([record.parent])[0]
+                    if parent is None or parent[0].state == QUARANTINED:
+                        raise StoreError(
+                            f"record {record.key.hex()} needs {record.parent.hex()}, "
+                            "which is not stored"
+                        )
+                fresh.append(record)
+            known.add(record.key)
+        return fresh
+
+    def _reserve(self, frames: int) -> list[int]:
+        """Slots nobody uses.  Raises StoreError when there are too few."""
+        slots = self._slots.take(frames, min(self._slabs.allocated, self.capacity))
+        if slots is None:
+            if self._slots.used + frames > self.capacity:
+                raise StoreError(
+                    f"the store is full: {frames} frames wanted, "
+                    f"{self.capacity - self._slots.used} of {self.capacity} free"
+                )
+            self._slabs.grow(self._slots.used + frames, self.capacity)
+            slots = self._slots.take(frames, self._slabs.allocated)
+            assert slots is not None, "I1"
+        self._io.point("put:reserved")
+        return slots
+
+    def _publish(self, records: Sequence[Record], slots: list[int]) -> list[int]:
+        """Write, sync, publish.  Returns the slots of quarantined records that were replaced."""
+        counters = self._index.counters
+        seq, tick = counters.seq + 1, counters.tick + 1
+        rows = self._writer.write(records, slots, seq=seq, tick=tick)
+        self._io.point("put:written")
+        self._slabs.sync()
+        self._io.point("put:synced")
+        retired: list[int] = []
+        with self._index.update("publishing") as change:
+            change.counters.seq = seq
+            for row, own in rows:
+                old = change.get(row.key)
+                if old is None:
+                    change.add(row, own)
+                else:
+                    change.replace(old[0], row, own)
+                    retired += old[1]
+        return retired
+
+    def _after_failure(self, key: bytes, slots: list[int]) -> None:
+        """The slots of a publish that failed are free again, unless it took effect all the same;
+        if nobody can tell, they stay taken until the next open."""
+        try:
+            found = self._index.find([key])[0]
+            self._index.reload()
+        except StoreError:
+            return
+        if found is None or found[1][-1] != slots[-1]:
+            self._slots.give(slots)
+
+    def _offers(self, read: Read, row: Row) -> bool:
+        """Whether this row can be what is wanted, and has not been found bad."""
+        return (
+            row.state == STORED
+            and row.parent == read.parent
+            and row.size == read.size
+            and row.frames == len(read.views)
+            and (row.key, row.seq) not in self._bad
+        )
+
+    def _suspect(self, read: Read) -> bool:
+        """A record that failed its checks: look again with nobody writing, then quarantine it.
+
+        A slot may have been given to another record between the look-up and the read; that is
+        a miss (or a second chance), not damage.
+        """
+        with self._changing:
+            found = self._index.find([read.key])[0]
+            if found is None or not self._offers(read, found[0]):
+                return False
+            verdict = self._reader.read([(read, found)])[0]
+            if verdict is not Verdict.BAD:
+                return verdict is Verdict.GOOD
+            row = found[0]
+            log.warning("kvtier disk: record %s is damaged; quarantined", row.key.hex())
+            self._bad.add((row.key, row.seq))
+            if self._write:
+                self._entries = None
+                try:
+                    with self._index.update("quarantining") as change:
+                        now = change.get(row.key)
+                        if now is not None:
+                            change.change(now[0], state=QUARANTINED)
+                    self._bad.discard((row.key, row.seq))
+                except StoreError as error:
+                    log.warning("kvtier disk: quarantine of %s: %s", row.key.hex(), error)
+        return False
+
+    def _follow(self) -> None:
+        """The writer replaced the index: open the new one, unless it is just being made.  Until
+        then the old one answers, whose records fail their checks once their slots are reused."""
+        if self._closed or not self._index.stale():
+            return
+        try:
+            gate = FileLock(self._names.file("gate.lock"), create=False)
+        except OSError:
+            return
+        try:
+            if gate.take(shared=True):
+                self._index.close()
+                self._closed = True
+                self._index = opening.reopen_index(self._io, self._about, type(self).inspect)
+                self._closed = False
+        finally:
+            gate.release()
+
+
+def _is_root(record: Record) -> bool:
+    return record.depth == 1 and record.component == "history"
+
+
+def _watch_forks() -> None:
+    """In a forked child, let go of the locks that are the parent's."""
+    global _fork_watched
+    if not _fork_watched:
+        _fork_watched = True
+        os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    for store in list(_OPEN):
+        if store._lock is not None:
+            store._lock.forget()

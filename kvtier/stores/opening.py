@@ -1,0 +1,283 @@
+"""Opening a store: locks, the share of the byte limit, recovery, and fitting what is there into
+what may be there.  Everything that must have happened before the first call.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ConfigError, StoreError
+from kvtier.seams import ENTRY
+from kvtier.stores import directory
+from kvtier.stores.directory import INDEX_ROW, Names, Quota
+from kvtier.stores.files import DIRECTORY_MODE, FileIO, FileLock, read_file, write_file
+from kvtier.stores.index import Index, Rows, newer
+from kvtier.stores.record import FORMAT, QUARANTINED
+from kvtier.stores.recovery import INDEX, Inspect, compact, is_clean, recover, remove_mark
+from kvtier.stores.scan import NEWER, SOUND
+from kvtier.stores.slabs import Slabs, SlotMap
+
+__all__ = ["About", "Opened", "entries_of", "open_reader", "open_writer", "reopen_index"]
+
+log = logging.getLogger("kvtier")
+
+READER_MAP = 1 << 30
+"""A reader's map is at least this: the index may grow under it."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Which store to open, and the sizes it must have."""
+
+    names: Names
+    id: bytes
+    frame_bytes: int
+    checkpoint_frames: int
+
+
+@dataclass(slots=True)
+class Opened:
+    """All that an open store stands on."""
+
+    lock: FileLock | None
+    index: Index
+    slabs: Slabs
+    slots: SlotMap
+    entries: npt.NDArray[np.void] | None
+    """What the opening pass read, for the first scan."""
+    capacity: int
+
+
+def entries_of(rows: Rows) -> npt.NDArray[np.void]:
+    """What ``scan`` reports of these rows."""
+    rows = rows[rows["state"] != QUARANTINED]
+    entries = np.empty(len(rows), ENTRY)
+    for name in ENTRY.names or ():
+        entries[name] = rows[name]
+    return entries
+
+
+def open_writer(io: FileIO, about: About, limit_bytes: int, inspect: Inspect) -> Opened:
+    """Open for writing, creating or repairing what is needed."""
+    names = about.names
+    directory.create(names.root)
+    with directory.directory_lock(names.root, create=True):
+        try:
+            os.makedirs(names.directory, DIRECTORY_MODE, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"disk_path {names.root!r} cannot be written: {error}") from error
+        gate = directory.gate(names, shared=False)
+        try:
+            lock = directory.take_writer_lock(names)
+        except BaseException:
+            gate.release()
+            raise
+        try:
+            _admit(about)
+            quota = directory.quota_for(
+                names,
+                limit_bytes=limit_bytes,
+                frame_bytes=about.frame_bytes,
+                checkpoint_frames=about.checkpoint_frames,
+            )
+            lock.write(json.dumps({"quota": quota.bytes, "capacity": quota.capacity}).encode())
+        except BaseException:
+            lock.release()
+            gate.release()
+            raise
+    try:
+        return _open_files(io, about, quota, lock, inspect)
+    except OSError as error:
+        lock.release()
+        if isinstance(error, StoreError | ConfigError):
+            raise
+        raise StoreError(error.errno, f"{names.directory} cannot be opened: {error}") from error
+    except BaseException:
+        lock.release()
+        raise
+    finally:
+        gate.release()
+
+
+def _admit(about: About) -> None:
+    """Raise StoreError for a store of a newer format or of frames of another size."""
+    said = directory.described(about.names)
+    if said.get("format", FORMAT) > FORMAT:
+        raise newer(about.names.directory, said["format"])
+    if said.get("frame_bytes", about.frame_bytes) != about.frame_bytes:
+        raise StoreError(
+            f"{about.names.directory} holds frames of {said['frame_bytes']} bytes, not "
+            f"{about.frame_bytes}: the fingerprint must change with the layout"
+        )
+
+
+def _open_files(io: FileIO, about: About, quota: Quota, lock: FileLock, inspect: Inspect) -> Opened:
+    names = about.names
+    slabs = Slabs(io, names.directory, about.frame_bytes, write=True)
+    index: Index | None = None
+    try:
+        recover(io, names, about.id, slabs, quota.map_bytes, inspect)
+        io.point("open:recovered")
+        if not os.path.exists(names.file("about.json")) or not directory.described(names):
+            write_file(io, names.file("about.json"), directory.describe(names, about.frame_bytes))
+        remove_mark(io, names)
+        io.point("open:unmarked")
+        path = names.file(INDEX)
+        length = os.stat(path).st_size if os.path.exists(path) else 0
+        index = Index(io, path, max(quota.map_bytes, length), about.id, write=True)
+        capacity = _room(about, quota, slabs, length)
+        slots, entries = _fit(index, capacity)
+        if length > quota.map_bytes:
+            index.close()
+            index = None
+            compact(io, names, about.id, inspect)
+            index = Index(io, path, quota.map_bytes, about.id, write=True)
+        _reserve_index(io, path, quota.map_bytes)
+        if slabs.allocated > capacity:
+            slabs.cut(capacity)
+        taken = slots.highest() + 1
+        if taken or slabs.allocated:
+            slabs.mend(max(taken, slabs.allocated))
+        return Opened(lock, index, slabs, slots, entries, capacity)
+    except BaseException:
+        if index is not None:
+            index.close()
+        slabs.close()
+        raise
+
+
+def _reserve_index(io: FileIO, path: str, size: int) -> None:
+    """Room for the index on the medium, once: a transaction never fails for want of it."""
+    fd = io.open(path, os.O_RDWR)
+    try:
+        if os.fstat(fd).st_size < size:
+            io.allocate(fd, size)
+            io.sync(fd)
+    finally:
+        os.close(fd)
+
+
+def _room(about: About, quota: Quota, slabs: Slabs, index_bytes: int) -> int:
+    """Slots that the limit allows and the file system can hold."""
+    found = os.statvfs(about.names.directory)
+    free = found.f_bavail * found.f_frsize - max(quota.map_bytes - index_bytes, 0)
+    fits = slabs.allocated + max(free, 0) // (slabs.slot_bytes + INDEX_ROW)
+    if fits >= quota.capacity:
+        return quota.capacity
+    least = max(4, about.checkpoint_frames + 1)
+    if fits < least:
+        raise StoreError(
+            28, f"{about.names.directory}: the file system has no room for {least} frames"
+        )
+    log.warning(
+        "kvtier disk: %s may hold %d frames, the file system has room for %d",
+        about.names.directory,
+        quota.capacity,
+        fits,
+    )
+    return fits
+
+
+def _fit(index: Index, capacity: int) -> tuple[SlotMap, npt.NDArray[np.void]]:
+    """Which slots are taken, and the entries.  Records that were quarantined, or whose slots lie
+    beyond the capacity, go first, with all that hangs on them."""
+    slots, parts, doomed = SlotMap(capacity), [], []
+    for rows, _ in index.chunks():
+        out = (rows["state"] == QUARANTINED) | (rows["slot"] >= capacity)
+        doomed += [bytes(key) for key in rows["key"][out]]
+        slots.mark(rows["slot"][rows["slot"] < capacity])
+        parts.append(entries_of(rows))
+    for key, rest in index.more():
+        if rest is None:
+            raise StoreError(f"{index.path}: a list of slots fails its check")
+        if max(rest) >= capacity:
+            doomed.append(key)
+        slots.mark([slot for slot in rest if slot < capacity])
+    if not doomed:
+        return slots, np.concatenate(parts) if parts else np.empty(0, ENTRY)
+    _drop(index, doomed)
+    return _fit(index, capacity)
+
+
+def _drop(index: Index, doomed: Iterable[bytes]) -> None:
+    """Remove these records and all that hang on them."""
+    children: dict[bytes, list[bytes]] = {}
+    depths: dict[bytes, tuple[int, int]] = {}
+    for rows, _ in index.chunks():
+        for row in rows[["key", "parent", "depth", "checkpoint"]]:
+            key, parent = bytes(row["key"]), bytes(row["parent"])
+            depths[key] = (int(row["depth"]), int(row["checkpoint"]))
+            children.setdefault(parent, []).append(key)
+    going: set[bytes] = set()
+    stack = list(doomed)
+    while stack:
+        key = stack.pop()
+        if key not in going:
+            going.add(key)
+            stack += children.get(key, [])
+    log.warning("kvtier disk: %d records are dropped at opening", len(going))
+    with index.update("dropping records") as change:
+        for key in sorted(going, key=depths.__getitem__):
+            found = change.get(key)
+            if found is not None:
+                change.remove(found[0])
+
+
+def open_reader(io: FileIO, about: About, inspect: Inspect) -> Opened:
+    """Open what another process writes, or has written."""
+    names = about.names
+    if not os.path.isdir(names.directory):
+        raise StoreError(
+            f'{names.directory} does not exist: open it once with disk_mode="write" '
+            "(or the layout, the model or the rank differ from the writer's)"
+        )
+    try:
+        gate = directory.gate(names, shared=True)
+    except FileNotFoundError as error:
+        raise StoreError(f"{names.directory} is not a store") from error
+    slabs = None
+    try:
+        _admit(about)
+        slabs = Slabs(io, names.directory, about.frame_bytes, write=False)
+        index = reopen_index(io, about, inspect)
+        return Opened(None, index, slabs, SlotMap(0), None, _capacity(about, slabs))
+    except OSError as error:
+        if slabs is not None:
+            slabs.close()
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(error.errno, f"{names.directory} cannot be read: {error}") from error
+    finally:
+        gate.release()
+
+
+def reopen_index(io: FileIO, about: About, inspect: Inspect) -> Index:
+    """The index for reading.  Call with the gate held, shared.  Raises StoreError when nobody
+    vouches for it and it does not look sound."""
+    names = about.names
+    path = names.file(INDEX)
+    if not os.path.exists(path):
+        raise StoreError(f"{names.directory} has no index; open it once for writing")
+    if not directory.is_written(names) and not is_clean(names):
+        verdict = inspect(path, about.id, None)
+        if verdict.status == NEWER:
+            raise newer(path, int(verdict.detail))
+        if verdict.status != SOUND:
+            raise StoreError(
+                f"{path} is damaged ({verdict.detail}); opening the store for writing repairs it"
+            )
+    map_bytes = max(READER_MAP, 4 * os.stat(path).st_size)
+    return Index(io, path, map_bytes, about.id, write=False)
+
+
+def _capacity(about: About, slabs: Slabs) -> int:
+    try:
+        data = read_file(about.names.file("writer.lock")) or b"{}"
+        return int(json.loads(data)["capacity"])
+    except (ValueError, KeyError, TypeError):
+        return slabs.allocated
