@@ -1,0 +1,762 @@
+"""The data plane with real threads and plain memory as the device.
+
+Everything that may not be read is 0xFF, everything that is expected was cloned before.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import xxhash
+
+from kvtier.config import CacheConfig
+from kvtier.core.geometry import Geometry
+from kvtier.core.ops import Kind, Op, OpKind, Part
+from kvtier.data import DeviceTransfer, Traffic
+from kvtier.errors import CacheClosed, ConfigError, StoreError
+from kvtier.layouts import Component, Layout, Share, gqa
+from kvtier.seams import Read, Record
+from kvtier.testing import MemoryStore
+from kvtier.types import Tier
+
+torch.set_num_threads(1)
+
+GPU, CPU, DISK = Tier.GPU, Tier.CPU, Tier.DISK
+PLAIN = gqa(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", page_tokens=16)
+
+
+def component(name: str, share: Share, **sizes: object) -> Component:
+    fields = {"tokens_per_slot": 1, "dtype": "uint8", "layers": (0, 2), **sizes}
+    return Component(name=name, share=share, **fields)  # type: ignore[arg-type]
+
+
+# Every shape there is: plain rows, packed rows with padding, a state, two kinds of windows.
+TAILED = Layout(
+    name="tailed",
+    page_tokens=16,
+    components=(
+        component(
+            "swa",
+            Share.TAIL,
+            slots_per_page=8,
+            slot_bytes=10,
+            planes=(8, 2),
+            window=12,
+            layers=(0, 1, 2),
+            page_align=32,
+        ),
+        component("latent", Share.HISTORY, slots_per_page=16, slot_bytes=12, dtype="bfloat16"),
+        component(
+            "c4",
+            Share.HISTORY,
+            tokens_per_slot=4,
+            slots_per_page=4,
+            slot_bytes=13,
+            planes=(12, 1),
+            page_align=32,
+        ),
+        component("ring", Share.TAIL, slots_per_page=4, slot_bytes=500, dtype="float32"),
+    ),
+)
+GEOMETRY = Geometry(page_tokens=16, gpu_pages=12, cpu_frames=12, disk_frames=64)
+TAILED_GEOMETRY = Geometry(
+    page_tokens=16,
+    gpu_pages=12,
+    cpu_frames=12,
+    disk_frames=64,
+    has_tails=True,
+    checkpoint_frames=2,
+    parked_frames=2,
+    gpu_states=4,
+    gpu_checkpoints=3,
+    window=12,
+    window_page=8,
+    gpu_windows=10,
+)
+
+
+@dataclass(eq=False)
+class End:
+    """How one op ended; counts calls, so that a second one shows."""
+
+    op: Op
+    calls: list[tuple[int, BaseException | None]] = field(default_factory=list)
+    packed: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self) -> "End":
+        assert self.over.wait(20), f"{self.op.kind} did not end"
+        return self
+
+    @property
+    def delivered(self) -> int:
+        (n, _), *more = self.wait().calls
+        assert not more, "done was called twice"
+        return n
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.wait().calls[0][1]
+
+
+class Plane:
+    """A transfer under test, and short names for the ops on it."""
+
+    def __init__(
+        self,
+        layout: Layout = PLAIN,
+        geometry: Geometry = GEOMETRY,
+        store: MemoryStore | None = None,
+        **options: object,
+    ) -> None:
+        sizes = {"gpu_bytes": 1, "cpu_bytes": 1, "io_threads": 2, **options}
+        self.layout = layout
+        self.store = MemoryStore() if store is None else store
+        self.transfer = DeviceTransfer(
+            layout,
+            geometry,
+            device="cpu",
+            store=self.store,
+            config=CacheConfig(**sizes),  # type: ignore[arg-type]
+        )
+        self.pool, self.host = self.transfer.pool, self.transfer.host
+        self.ids = iter(range(1, 1 << 30))
+        self.ends: list[End] = []
+        generator = torch.Generator().manual_seed(7)
+        for page in range(geometry.gpu_pages):
+            for span in self.pool.spans(Kind.HISTORY, [page], live=False):
+                assert isinstance(span, torch.Tensor)
+                span.random_(0, 255, generator=generator)
+
+    def start(
+        self,
+        kind: OpKind,
+        *parts: Part,
+        packed: Callable[[], None] = lambda: None,
+        done: Callable[[], None] = lambda: None,
+    ) -> End:
+        end = End(Op(next(self.ids), kind, parts))
+        self.ends.append(end)
+
+        def on_packed() -> None:
+            assert not end.calls, "packed after done"
+            end.packed += 1
+            packed()
+
+        def on_done(n: int, error: BaseException | None) -> None:
+            assert kind is not OpKind.PACK or end.packed == 1, "done before packed"
+            end.calls.append((n, error))
+            try:
+                done()
+            finally:
+                end.over.set()
+
+        self.transfer.start(end.op, packed=on_packed, done=on_done)
+        return end
+
+    def page(self, page: int) -> bytes:
+        return b"".join(
+            bytes(self.pool._storage[c.name, layer][page].tolist())
+            for c in self.layout.history
+            for layer in c.layers
+        )
+
+    def poison_pages(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.pool.poison(Kind.HISTORY, [page], live=False)
+
+
+@contextmanager
+def plane(
+    layout: Layout = PLAIN, geometry: Geometry = GEOMETRY, **options: object
+) -> Iterator[Plane]:
+    it = Plane(layout, geometry, **options)  # type: ignore[arg-type]
+    try:
+        yield it
+    finally:
+        it.transfer.close()
+        assert not [t for t in it.transfer._threads if t.is_alive()]
+        for end in it.ends:
+            assert len(end.calls) == 1, f"{end.op}: done was called {len(end.calls)} times"
+            assert end.packed == (end.op.kind is OpKind.PACK)
+        staging = it.transfer._staging
+        assert sorted(staging._free) == list(range(staging.num_slots)), "a slot was lost"
+        assert staging._backlog == 0
+
+
+def down(page: int, frame: int) -> Part:
+    return Part(Kind.HISTORY, GPU, (page,), CPU, (frame,))
+
+
+def up(frame: int, page: int) -> Part:
+    return Part(Kind.HISTORY, CPU, (frame,), GPU, (page,))
+
+
+def key(n: int) -> bytes:
+    return n.to_bytes(16, "big")
+
+
+def to_disk(n: int, frame: int) -> Part:
+    """Page number n (1-based) of a chain."""
+    return Part(
+        Kind.HISTORY, CPU, (frame,), DISK, (n,), key=key(n), parent=key(n - 1), depth=n,
+        tokens=bytes([n]) * 64,
+    )  # fmt: skip
+
+
+def from_disk(n: int, *, page: int = -1, via: tuple[int, ...] = (), frame: int = -1) -> Part:
+    target, dst = (GPU, (page,)) if frame < 0 else (CPU, (frame,))
+    return Part(
+        Kind.HISTORY, DISK, (n,), target, dst, via=via, key=key(n), parent=key(n - 1), depth=n,
+        tokens=bytes([n]) * 64,
+    )  # fmt: skip
+
+
+def store_chain(p: Plane, length: int) -> list[bytes]:
+    """Pages 0 .. length-1 to disk; what they held.  Device and host are poisoned afterwards."""
+    want = [p.page(i) for i in range(length)]
+    assert p.start(OpKind.PACK, *[down(i, i) for i in range(length)]).delivered == length
+    assert p.start(OpKind.STORE, *[to_disk(i + 1, i) for i in range(length)]).delivered == length
+    p.pool.poison_all()
+    p.host.poison(range(p.host.num_frames))
+    return want
+
+
+# --------------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "geometry"), [(PLAIN, GEOMETRY), (TAILED, TAILED_GEOMETRY)], ids=["gqa", "tailed"]
+)
+def test_every_component_survives_every_tier(layout: Layout, geometry: Geometry) -> None:
+    """B7: all registered components, byte-equal, from host, from disk over a host frame, from
+    disk without one, and through a prefetch."""
+    with plane(layout, geometry) as p:
+        want = store_chain(p, 4)
+        assert set(want[0]) != {255}
+        assert p.start(OpKind.RESTORE, from_disk(1, page=9, via=(8,))).delivered == 1
+        assert p.page(9) == want[0]
+        assert p.start(OpKind.RESTORE, up(8, 3)).delivered == 1
+        assert p.page(3) == want[0]
+        assert p.start(OpKind.RESTORE, from_disk(2, page=0)).delivered == 1
+        assert p.page(0) == want[1]
+        assert p.start(OpKind.RESTORE, from_disk(3, frame=5), from_disk(4, frame=6)).delivered == 2
+        assert p.start(OpKind.RESTORE, up(6, 1), up(5, 2)).delivered == 2
+        assert (p.page(1), p.page(2)) == (want[3], want[2])
+        assert set(p.page(4)) == {255}, "a page nobody named was written"
+
+
+def test_rows_are_the_bytes_that_travel() -> None:
+    with plane() as p:
+        rows = p.pool.rows("v", 1)
+        rows[16 * 5 : 16 * 6] = torch.arange(256, dtype=torch.bfloat16).view(16, 16)
+        want = rows[80:96].clone()
+        p.start(OpKind.PACK, down(5, 0)).wait()
+        p.poison_pages([5])
+        assert rows[80:96].isnan().all()
+        p.start(OpKind.RESTORE, up(0, 2)).wait()
+        assert torch.equal(rows[32:48], want)
+
+
+def test_sources_may_be_overwritten_when_packed_fires() -> None:
+    """D1: the copy to the host is held back until the source is long gone."""
+    with plane() as p:
+        want = [p.page(i) for i in range(3)]
+        gate = threading.Event()
+        land = p.transfer._packer.land
+        p.transfer._packer.land = lambda *a: (gate.wait(10), land(*a))[1]  # type: ignore[method-assign]
+        packed = threading.Event()
+
+        def overwrite() -> None:
+            p.poison_pages([0, 1, 2])
+            packed.set()
+
+        end = p.start(OpKind.PACK, *[down(i, 5 + i) for i in range(3)], packed=overwrite)
+        assert packed.wait(10)
+        assert not end.over.is_set()
+        gate.set()
+        assert end.delivered == 3
+        p.start(OpKind.RESTORE, *[up(5 + i, i) for i in range(3)]).wait()
+        assert [p.page(i) for i in range(3)] == want
+
+
+def test_records_carry_the_checksum_taken_when_they_were_packed() -> None:
+    with plane() as p:
+        want = p.page(0)
+        p.start(OpKind.PACK, down(0, 4)).wait()
+        seen: list[Record] = []
+        put = p.store.put_group
+        p.store.put_group = lambda records: (seen.extend(records), put(records))[1]  # type: ignore[method-assign]
+        assert p.start(OpKind.STORE, to_disk(1, 4)).delivered == 1
+        (record,) = seen
+        assert record.checksum == xxhash.xxh3_128_digest(want)
+        assert (record.size, record.component, record.depth) == (len(want), "history", 1)
+        assert bytes(record.payload[0][: record.size]) == want
+        # A bit that flips in host memory after that is found, not stored.
+        p.host.view(4)[100] ^= 4
+        p.start(OpKind.DROP, to_disk(1, 4)).wait()
+        refused = p.start(OpKind.STORE, to_disk(1, 4))
+        assert refused.delivered == 0
+        assert isinstance(refused.error, StoreError)
+
+
+def test_a_reused_frame_loses_its_checksum() -> None:
+    with plane() as p:
+        want = store_chain(p, 2)
+        p.start(OpKind.RESTORE, from_disk(2, frame=0)).wait()  # frame 0 was sealed with page 1
+        p.start(OpKind.DROP, to_disk(2, 0)).wait()
+        assert p.start(OpKind.STORE, to_disk(2, 0)).delivered == 1
+        p.start(OpKind.RESTORE, from_disk(2, page=7)).wait()
+        assert p.page(7) == want[1]
+
+
+def test_traffic_is_exact() -> None:
+    with plane() as p:
+        size = PLAIN.page_bytes()
+        store_chain(p, 3)
+        p.start(OpKind.RESTORE, from_disk(1, page=0, via=(0,)), from_disk(2, page=1)).wait()
+        p.start(OpKind.RESTORE, from_disk(3, frame=3)).wait()
+        p.start(OpKind.RESTORE, up(3, 5)).wait()
+        assert p.transfer.traffic(GPU) == Traffic(3 * size, 3 * size, 0)
+        assert p.transfer.traffic(CPU) == Traffic(4 * size, 5 * size, 0)
+        assert p.transfer.traffic(DISK) == Traffic(3 * size, 3 * size, 0)
+
+
+# --------------------------------------------------------------------------- tails
+
+
+def fill_tail(p: Plane, frames: tuple[int, ...], seed: int) -> bytes:
+    generator = torch.Generator().manual_seed(seed)
+    for span in p.pool.spans(Kind.TAIL, frames, live=True):
+        if isinstance(span, torch.Tensor):
+            span.random_(0, 255, generator=generator)
+    return tail(p, frames)
+
+
+def tail(p: Plane, frames: tuple[int, ...]) -> bytes:
+    """A tail's bytes by name: states of its slot, then every window page's components."""
+    state, *windows = frames
+    out = b"".join(bytes(p.pool._storage["ring", n][state].tolist()) for n in (0, 2))
+    for page in windows:
+        for n in (0, 1, 2):
+            row = p.pool._storage["swa", n][page] if page >= 0 else torch.zeros(96)
+            out += bytes(row.to(torch.uint8).tolist())
+    return out
+
+
+def test_tails_through_checkpoint_frames_host_and_disk() -> None:
+    assert TAILED.checkpoint_frames() == 2
+    with plane(TAILED, TAILED_GEOMETRY) as p:
+        want = fill_tail(p, (1, 4, 7), seed=1)
+        assert len(want) == TAILED.checkpoint_bytes()
+        capture = Part(Kind.CHECKPOINT, GPU, (1, 4, 7), GPU, (2,), live_src=True)
+        assert p.start(OpKind.COPY, capture).delivered == 1
+        assert bytes(p.pool.checkpoints[2].tolist()) == want
+        p.pool.clear((1, 4, 7))
+        assert set(tail(p, (1, 4, 7))) == {0}
+        # Frames of a checkpoint need not be adjacent.
+        pack = Part(Kind.CHECKPOINT, GPU, (2,), CPU, (9, 3))
+        assert p.start(OpKind.PACK, down(0, 0), pack).delivered == 2
+        ck = {"key": key(99), "parent": key(1), "depth": 1, "tokens": b"t"}
+        keep = Part(Kind.CHECKPOINT, CPU, (9, 3), DISK, (7, 8), **ck)  # type: ignore[arg-type]
+        assert p.start(OpKind.STORE, to_disk(1, 0), keep).delivered == 2
+        p.pool.poison_all()
+        p.host.poison([f for f in range(12) if f not in (9, 3)])
+        back = Part(Kind.CHECKPOINT, CPU, (9, 3), GPU, (0, 9, 2), live_dst=True)
+        assert p.start(OpKind.RESTORE, back).delivered == 1
+        assert tail(p, (0, 9, 2)) == want
+        p.host.poison(range(12))
+        for via in ((), (5, 1)):
+            p.pool.poison_all()
+            part = Part(
+                Kind.CHECKPOINT, DISK, (7, 8), GPU, (3, 0, 5), via=via, live_dst=True, **ck,  # type: ignore[arg-type]
+            )  # fmt: skip
+            assert p.start(OpKind.RESTORE, part).delivered == 1
+            assert tail(p, (3, 0, 5)) == want
+        to_frame = Part(Kind.CHECKPOINT, CPU, (5, 1), GPU, (1,))
+        assert p.start(OpKind.RESTORE, to_frame).delivered == 1
+        assert bytes(p.pool.checkpoints[1].tolist()) == want
+        assert set(p.pool.checkpoints[0].tolist()) == {255}
+
+
+def test_parked_tails_keep_what_they_hold() -> None:
+    """A window page that is not held (-1) is neither read nor written."""
+    with plane(TAILED, TAILED_GEOMETRY) as p:
+        want = fill_tail(p, (2, -1, 3), seed=2)
+        part = Part(Kind.TAIL, GPU, (2, -1, 3), CPU, (0, 1), live_src=True)
+        assert p.start(OpKind.PACK, part).delivered == 1
+        p.pool.poison_all()
+        back = Part(Kind.TAIL, CPU, (0, 1), GPU, (0, -1, 8), live_dst=True)
+        assert p.start(OpKind.RESTORE, back).delivered == 1
+        assert tail(p, (0, -1, 8)) == want
+        assert set(tail(p, (1, 9, 7, 0))) == {255}
+
+
+def test_copy_and_clear_take_effect_within_start() -> None:
+    with plane(TAILED, TAILED_GEOMETRY) as p:
+        one = fill_tail(p, (0, 1), seed=3)
+        fork = Part(Kind.TAIL, GPU, (0, 1), GPU, (3, 2), live_src=True, live_dst=True)
+        assert p.start(OpKind.COPY, fork).over.is_set()
+        assert tail(p, (3, 2)) == one
+        want = p.page(4)
+        page = Part(Kind.HISTORY, GPU, (4,), GPU, (5,))
+        assert p.start(OpKind.COPY, page).over.is_set()
+        assert p.page(5) == p.page(4) == want
+        clear = Part(Kind.TAIL, GPU, (), GPU, (0, 1), live_dst=True)
+        assert p.start(OpKind.CLEAR, clear).over.is_set()
+        assert set(tail(p, (0, 1))) == {0}
+        assert tail(p, (3, 2)) == one
+
+
+# --------------------------------------------------------------------------- failures
+
+
+def test_a_damaged_record_shortens_the_restore() -> None:
+    with plane() as p:
+        want = store_chain(p, 5)
+        p.store.corrupt(key(3), at=17)
+        end = p.start(OpKind.RESTORE, *[from_disk(i + 1, page=i) for i in range(5)])
+        assert end.delivered == 2
+        assert end.error is None
+        assert [p.page(i) for i in range(2)] == want[:2]
+        assert p.transfer.traffic(DISK).faults == 1
+        assert p.store.keys(quarantined=True) == {key(3)}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 100])
+def test_parts_count_from_the_front_whatever_ran_first(batch: int) -> None:
+    """Batches of one op run on several threads; the first failure bounds what was delivered."""
+    with plane(io_threads=4) as p:
+        want = store_chain(p, 8)
+        p.transfer._batch_frames = batch
+        slow, read_into = threading.Event(), p.store.read_into
+
+        def reorder(reads: Sequence[Read]) -> list[bool]:
+            if reads[0].key == key(1) and batch < 8:
+                assert slow.wait(5)  # the first batch comes after the one that fails
+            elif key(6) in {read.key for read in reads}:
+                slow.set()
+            return read_into(reads)
+
+        p.store.read_into = reorder  # type: ignore[method-assign]
+        p.store.corrupt(key(6))
+        end = p.start(OpKind.RESTORE, *[from_disk(i + 1, page=i) for i in range(8)])
+        assert end.delivered == 5
+        assert [p.page(i) for i in range(5)] == want[:5]
+
+
+def test_a_store_that_raises_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with plane() as p, caplog.at_level(logging.WARNING, logger="kvtier"):
+        want = store_chain(p, 2)
+        for _ in range(3):
+            p.store.fail_next()
+            end = p.start(OpKind.RESTORE, from_disk(1, page=0))
+            assert end.delivered == 0
+            assert isinstance(end.error, StoreError)
+        p.store.fail_next()
+        assert p.start(OpKind.STORE, to_disk(1, 0)).delivered == 0
+        assert p.transfer.traffic(DISK).faults == 4
+        assert [r.getMessage().split(" at")[0] for r in caplog.records] == ["restore", "store"]
+        assert key(1).hex() in caplog.text
+        assert p.start(OpKind.RESTORE, from_disk(1, page=0)).delivered == 1
+        assert p.page(0) == want[0]
+
+
+def test_untyped_exceptions_end_the_op_too() -> None:
+    with plane(io_threads=1) as p:
+        store_chain(p, 1)
+
+        def broken(reads: Sequence[Read]) -> list[bool]:
+            raise ZeroDivisionError
+
+        good, p.store.read_into = p.store.read_into, broken  # type: ignore[method-assign]
+        assert isinstance(p.start(OpKind.RESTORE, from_disk(1, page=0)).error, ZeroDivisionError)
+        p.store.read_into = good  # type: ignore[method-assign]
+        assert p.start(OpKind.RESTORE, from_disk(1, page=0)).delivered == 1
+
+
+def test_frames_out_of_range_fail_the_op_and_touch_nothing() -> None:
+    """-1 must not name the last page."""
+    with plane() as p:
+        before = [p.page(i) for i in range(12)]
+        for kind, part in [
+            (OpKind.PACK, down(-1, 0)),
+            (OpKind.PACK, down(0, -1)),
+            (OpKind.PACK, down(12, 0)),
+            (OpKind.RESTORE, up(0, -1)),
+            (OpKind.RESTORE, up(-1, 0)),
+            (OpKind.RESTORE, up(12, 0)),
+            (OpKind.COPY, Part(Kind.HISTORY, GPU, (0,), GPU, (-1,))),
+            (OpKind.COPY, Part(Kind.HISTORY, GPU, (-1,), GPU, (0,))),
+        ]:
+            end = p.start(kind, part)
+            assert end.delivered == 0, part
+            assert isinstance(end.error, IndexError)
+        assert [p.page(i) for i in range(12)] == before
+        assert not p.host.frames.any()
+        assert p.start(OpKind.PACK, down(0, 0)).delivered == 1
+
+
+def test_a_landing_that_fails_cuts_the_pack_there() -> None:
+    with plane(staging_bytes=2 * PLAIN.frame_bytes()) as p:
+        end = p.start(OpKind.PACK, down(0, 0), down(1, 1), down(2, 99), down(3, 3), down(4, 4))
+        assert end.delivered == 2
+        p.poison_pages([0])
+        assert p.start(OpKind.PACK, down(5, 5)).delivered == 1
+
+
+def test_no_disk_tier_is_a_typed_miss() -> None:
+    with plane() as p:
+        p.transfer._store = None
+        for loader in p.transfer._loaders:
+            loader._store = None
+        assert isinstance(p.start(OpKind.STORE, to_disk(1, 0)).error, StoreError)
+        assert isinstance(p.start(OpKind.RESTORE, from_disk(1, page=0)).error, StoreError)
+
+
+def test_a_callback_that_raises_stops_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    def bug() -> None:
+        raise RuntimeError("bug in the caller")
+
+    with plane(io_threads=1) as p:
+        for kind, part in [(OpKind.PACK, down(0, 0)), (OpKind.RESTORE, up(0, 1))]:
+            p.start(kind, part, done=bug).wait()
+        p.start(OpKind.STORE, to_disk(1, 0), done=bug).wait()
+        p.start(OpKind.PACK, down(0, 1), packed=bug).wait()
+        assert p.start(OpKind.PACK, down(2, 2)).delivered == 1
+        assert p.start(OpKind.RESTORE, from_disk(1, page=4)).delivered == 1
+    assert caplog.text.count("completion callback") == 4
+
+
+# --------------------------------------------------------------------------- bounds
+
+
+def blocked(p: Plane) -> threading.Event:
+    """Landing stands still until the event is set."""
+    gate, land = threading.Event(), p.transfer._packer.land
+    p.transfer._packer.land = lambda *a: (gate.wait(20), land(*a))[1]  # type: ignore[method-assign]
+    return gate
+
+
+def test_full_staging_skips() -> None:
+    with plane(staging_bytes=PLAIN.frame_bytes()) as p:
+        gate = blocked(p)
+        first = p.start(OpKind.PACK, down(0, 0))
+        second = p.start(OpKind.PACK, down(1, 1))
+        assert second.over.is_set()  # at once, from within start
+        assert (second.delivered, second.error, second.packed) == (0, None, 1)
+        assert not first.over.is_set()
+        gate.set()
+        assert first.delivered == 1
+        deadline = time.monotonic() + 5
+        while p.start(OpKind.PACK, down(1, 1)).delivered == 0:  # the slot comes back
+            assert time.monotonic() < deadline
+
+
+def test_full_staging_waits_for_its_turn() -> None:
+    with plane(staging_bytes=PLAIN.frame_bytes(), on_full="wait", wait_s=20) as p:
+        want = [p.page(i) for i in range(12)]
+        gate = blocked(p)
+        ends = [
+            p.start(OpKind.PACK, down(i, i), packed=lambda i=i: p.poison_pages([i]))  # type: ignore[misc]
+            for i in range(12)
+        ]
+        threading.Timer(0.05, gate.set).start()
+        assert [end.delivered for end in ends] == [1] * 12
+        p.start(OpKind.RESTORE, *[up(i, i) for i in range(12)]).wait()
+        assert [p.page(i) for i in range(12)] == want
+
+
+def test_waiting_for_staging_ends() -> None:
+    with plane(staging_bytes=PLAIN.frame_bytes(), on_full="wait", wait_s=0.1) as p:
+        gate = blocked(p)
+        first, second = p.start(OpKind.PACK, down(0, 0)), p.start(OpKind.PACK, down(1, 1))
+        began = time.monotonic()
+        assert second.delivered == 0
+        assert second.error is None
+        assert time.monotonic() - began < 5
+        assert not first.over.is_set()
+        gate.set()
+        assert first.delivered == 1
+
+
+@pytest.mark.parametrize("on_full", ["skip", "wait"])
+def test_an_op_larger_than_staging_streams_through(on_full: str) -> None:
+    with plane(
+        TAILED, TAILED_GEOMETRY, staging_bytes=3 * TAILED.frame_bytes(), on_full=on_full
+    ) as p:
+        want = [p.page(i) for i in range(8)]
+        held = fill_tail(p, (1, 2, 3), seed=4)
+        parts = [down(i, i) for i in range(8)]
+        parts.insert(4, Part(Kind.CHECKPOINT, GPU, (1, 2, 3), CPU, (10, 9), live_src=True))
+        assert p.start(OpKind.PACK, *parts, packed=p.pool.poison_all).delivered == 9
+        back = Part(Kind.CHECKPOINT, CPU, (10, 9), GPU, (0, 0, 1), live_dst=True)
+        p.start(OpKind.RESTORE, back, *[up(i, i) for i in range(8)]).wait()
+        assert [p.page(i) for i in range(8)] == want
+        assert tail(p, (0, 0, 1)) == held
+
+
+def test_staging_that_fits_no_record_is_refused() -> None:
+    with pytest.raises(ConfigError, match="staging_bytes"):
+        Plane(staging_bytes=PLAIN.frame_bytes() - 1)
+    with pytest.raises(ConfigError, match="staging_bytes"):
+        Plane(TAILED, TAILED_GEOMETRY, staging_bytes=TAILED.frame_bytes())
+
+
+def test_geometry_of_another_layout_is_refused() -> None:
+    with pytest.raises(ConfigError, match="page_tokens"):
+        Plane(gqa(layers=1, kv_heads=1, head_dim=8, page_tokens=32))
+    with pytest.raises(ConfigError, match="has_tails"):
+        Plane(TAILED, GEOMETRY)
+
+
+def test_writes_keep_the_order_of_start() -> None:
+    """STORE and DROP of one key, alternating, end as the last one says."""
+    with plane() as p:
+        p.start(OpKind.PACK, down(0, 0)).wait()
+        for _ in range(20):
+            p.start(OpKind.STORE, to_disk(1, 0))
+            p.start(OpKind.DROP, to_disk(1, 0))
+        p.start(OpKind.DROP, to_disk(1, 0)).wait()
+        assert p.store.keys() == set()
+        p.start(OpKind.STORE, to_disk(1, 0)).wait()
+        assert p.store.keys() == {key(1)}
+
+
+def test_completions_may_start_ops_on_a_single_thread() -> None:
+    """Every done starts the next op: no thread waits for itself."""
+    with plane(io_threads=1, staging_bytes=PLAIN.frame_bytes(), on_full="wait") as p:
+        left, over = [60], threading.Event()
+
+        def again() -> None:
+            left[0] -= 1
+            if not left[0]:
+                over.set()
+            elif left[0] % 2:
+                p.start(OpKind.RESTORE, up(0, 1), done=again)
+            else:
+                p.start(OpKind.PACK, down(0, 0), done=again)
+
+        p.start(OpKind.PACK, down(0, 0), done=again)
+        assert over.wait(20)
+
+
+# --------------------------------------------------------------------------- close
+
+
+def test_close_finishes_what_was_started() -> None:
+    with plane(staging_bytes=PLAIN.frame_bytes(), on_full="wait", wait_s=20) as p:
+        want = store_chain(p, 3)
+        gate = blocked(p)
+        packs = [p.start(OpKind.PACK, down(3 + i, 3 + i)) for i in range(4)]
+        loads = [p.start(OpKind.RESTORE, from_disk(i + 1, page=i)) for i in range(3)]
+        threading.Timer(0.05, gate.set).start()
+        p.transfer.close()
+        assert [end.delivered for end in packs] == [1] * 4
+        assert [end.delivered for end in loads] == [1] * 3
+        assert [p.page(i) for i in range(3)] == want
+        p.transfer.close()
+
+
+def test_close_lets_completions_start_what_follows() -> None:
+    """PACK -> STORE -> STORE: a page on its way down when close is called arrives on disk."""
+    with plane() as p:
+        gate = blocked(p)
+
+        def second() -> None:
+            p.start(OpKind.STORE, to_disk(2, 1))
+
+        def first() -> None:
+            p.start(OpKind.STORE, to_disk(1, 0), done=second)
+
+        p.start(OpKind.PACK, down(0, 0), down(1, 1), done=first)
+        threading.Timer(0.05, gate.set).start()
+        p.transfer.close()
+        assert p.store.keys() == {key(1), key(2)}
+
+
+def test_after_close_every_op_ends_at_once() -> None:
+    with plane() as p:
+        p.transfer.close()
+        for kind, part in [
+            (OpKind.PACK, down(0, 0)),
+            (OpKind.RESTORE, up(0, 0)),
+            (OpKind.STORE, to_disk(1, 0)),
+            (OpKind.COPY, Part(Kind.HISTORY, GPU, (0,), GPU, (1,))),
+        ]:
+            end = p.start(kind, part)
+            assert end.over.is_set()
+            assert end.delivered == 0
+            assert isinstance(end.error, CacheClosed)
+
+
+def test_close_from_a_callback_and_from_two_threads() -> None:
+    with plane() as p:
+        gate = blocked(p)
+        end = p.start(OpKind.PACK, down(0, 0), done=p.transfer.close)
+        closers = [threading.Thread(target=p.transfer.close) for _ in range(2)]
+        for thread in closers:
+            thread.start()
+        gate.set()
+        for thread in closers:
+            thread.join(20)
+            assert not thread.is_alive()
+        assert end.delivered == 1
+
+
+# --------------------------------------------------------------------------- soak
+
+
+@pytest.mark.parametrize("on_full", ["skip", "wait"])
+def test_many_threads_tiny_pools(on_full: str) -> None:
+    """Six callers, each with two pages and two host frames of its own, over one staging slot and
+    two reading threads, with a store that fails now and then.  Each checks its own bytes."""
+    faulty = MemoryStore()
+    with plane(staging_bytes=PLAIN.frame_bytes(), on_full=on_full, store=faulty) as p:
+        problems: list[str] = []
+        counts = {"packed": 0, "stored": 0, "lost": 0}
+
+        def caller(me: int) -> None:
+            a, b = 2 * me, 2 * me + 1
+            for turn in range(30):
+                want = p.page(a)
+                number = 1 + me * 1000 + turn
+                part = {"key": key(number), "depth": 1, "tokens": b"x"}
+                packed = p.start(OpKind.PACK, down(a, a), packed=lambda: p.poison_pages([a]))
+                if packed.delivered:
+                    counts["packed"] += 1
+                    if turn % 5 == me % 5:
+                        faulty.fail_next()
+                    disk = Part(Kind.HISTORY, CPU, (a,), DISK, (0,), **part)  # type: ignore[arg-type]
+                    stored = p.start(OpKind.STORE, disk).delivered
+                    back = up(a, b)
+                    if stored:
+                        counts["stored"] += 1
+                        p.host.poison([a])
+                        via = (b,) if turn % 2 else ()
+                        back = Part(Kind.HISTORY, DISK, (0,), GPU, (b,), via=via, **part)  # type: ignore[arg-type]
+                    p.poison_pages([b])
+                    if not p.start(OpKind.RESTORE, back).delivered:
+                        counts["lost"] += 1
+                    elif p.page(b) != want:
+                        problems.append(f"caller {me}, turn {turn}: other bytes")
+                generator = torch.Generator().manual_seed(number)
+                for span in p.pool.spans(Kind.HISTORY, [a], live=False):
+                    assert isinstance(span, torch.Tensor)
+                    span.random_(0, 255, generator=generator)
+
+        threads = [threading.Thread(target=caller, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "stuck"
+        assert not problems
+        if on_full == "wait":  # how much is skipped depends on the threads' timing
+            assert counts["packed"] == 180
+        assert counts["stored"] > 0
