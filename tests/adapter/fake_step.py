@@ -33,7 +33,7 @@ class FakeLayer:
 
 class FakeDeviceStep:
     def __init__(self, step: "FakeStep", pad_to: int | None) -> None:
-        padding = 0 if pad_to is None else pad_to - len(step.input_ids)
+        padding = 0 if pad_to is None else pad_to - len(step.query_lens)
         assert padding >= 0
 
         def pad(array: np.ndarray, value: int) -> Tensor:
