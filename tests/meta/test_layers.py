@@ -19,8 +19,9 @@ LAYERS = [
     {"seams", "sizing"},
     {"kernels", "stores", "exchange"},
     {"data"},
-    {"pump", "step"},
+    {"pump", "step", "metrics", "assembly"},
     {"lease"},
+    {"stepping"},
     {"cache"},
     {"testing", "cli", "__init__"},
 ]

@@ -1,0 +1,331 @@
+"""The pump between the core and the data plane: one lock, ops in order, futures.
+
+Owns every call into ``CacheCore`` and ``Transfer.start``.  Three rules hold it together:
+
+1. The core is entered under ``_lock`` only, which is never held over I/O, a device wait or a
+   future's callbacks.
+2. Ops are started in the order in which the core returned them, by the thread that made the core
+   return them, before its call returns.  So ``_turn``, under which they are started, is taken
+   before ``_lock`` is let go; the lock is free again while they are started.
+3. Completions, and the finalizers of forgotten leases, only append to ``_inbox``: they come from
+   any thread, from within ``Transfer.start`` and out of the garbage collector in the middle of
+   anything.  Whoever enters the core next empties it.
+
+Knows nothing of layouts, tensors or what an op means.
+"""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar, final
+
+from kvtier.core.leases import LeaseRecord, PrefetchRecord
+from kvtier.core.machine import CacheCore
+from kvtier.core.ops import Kind, Op, OpKind
+from kvtier.errors import CacheClosed, InvariantError
+from kvtier.seams import Transfer
+from kvtier.types import LeaseState, Tier
+
+__all__ = ["Pump", "running_future"]
+
+T = TypeVar("T")
+
+
+def running_future() -> "Future[Any]":
+    """A future nobody can cancel: cancelling an ``asyncio.wrap_future`` of it ends that waiter
+    alone, and setting its result never fails."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+class _Watch:
+    """Waits until some ops have ended, and those of certain kinds that followed from them."""
+
+    __slots__ = ("error", "follow", "then", "waiting")
+
+    def __init__(
+        self,
+        waiting: set[int],
+        follow: frozenset[OpKind],
+        then: Callable[[BaseException | None], None],
+    ) -> None:
+        self.waiting = waiting
+        self.follow = follow
+        self.then = then
+        self.error: BaseException | None = None
+
+
+@final
+class Pump:
+    """Enter the core with ``with pump as core:`` and hand what it returns to ``plan``.
+
+    Leaving the block starts what was planned and resolves what settled.  Entering raises
+    CacheClosed once the cache is closed, and in a forked child, whose threads, device and store
+    are the parent's.  Blocks do not nest.
+    """
+
+    def __init__(self, core: CacheCore, transfer: Transfer, part_bytes: Mapping[Kind, int]) -> None:
+        self.transfer = transfer
+        self.closed = False
+        self.moved: dict[tuple[Tier, str], int] = {}
+        """Bytes of pages and tails "read" from and "written" to each tier, before any codec."""
+        self._core = core
+        self._part_bytes = part_bytes
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._starter = 0
+        """The thread that is starting ops; 0: none."""
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._outcomes: deque[Callable[[], None]] = deque()
+        """What to tell the world, outside every lock."""
+        self._planned: list[Op] = []
+        self._running: dict[int, Op] = {}
+        self._watches: list[_Watch] = []
+        self._ready: dict[int, Future[int]] = {}
+        self._paused: dict[int, Future[None]] = {}
+        self._prefetches: dict[int, tuple[PrefetchRecord, Future[int]]] = {}
+        self._sealed = False
+        """No op is started any more: what is still planned ends at once, undelivered."""
+        self._broken: BaseException | None = None
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a forked child of the process that opened the cache."""
+        return os.getpid() != self._pid
+
+    def __enter__(self) -> CacheCore:
+        if os.getpid() != self._pid:
+            raise CacheClosed(
+                f"this cache belongs to process {self._pid}: after a fork, open one of your own"
+            )
+        self._lock.acquire()
+        try:
+            if self.closed:
+                raise CacheClosed("the cache has been closed")
+            if self._broken is not None:
+                raise InvariantError("the cache stopped after a bug") from self._broken
+            if self._inbox:
+                self._empty_inbox()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self._core
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._leave()
+
+    # -- inside a block
+
+    def plan(self, ops: Iterable[Op]) -> None:
+        """Start these when the block is left, in this order."""
+        for op in ops:
+            self._running[op.id] = op
+            self._planned.append(op)
+
+    def running(self, *kinds: OpKind) -> set[int]:
+        """Ops of these kinds (none given: of any) that have not ended."""
+        return {id for id, op in self._running.items() if not kinds or op.kind in kinds}
+
+    def watch(
+        self,
+        ops: Iterable[int],
+        then: Callable[[BaseException | None], None],
+        *,
+        follow: Iterable[OpKind] = (),
+    ) -> None:
+        """Call ``then``, outside every lock, once these ops have ended and all of the kinds in
+        ``follow`` that came of them; with the first error among them."""
+        watch = _Watch({id for id in ops if id in self._running}, frozenset(follow), then)
+        if watch.waiting:
+            self._watches.append(watch)
+        else:
+            self._outcomes.append(partial(then, None))
+
+    def expect_ready(self, record: LeaseRecord, future: "Future[int]") -> None:
+        """Resolve ``future`` to where the lease stands once it is active."""
+        self._ready[record.id] = future
+
+    def expect_paused(self, record: LeaseRecord, future: "Future[None]") -> None:
+        self._paused[record.id] = future
+
+    def expect_prefetch(self, record: PrefetchRecord, future: "Future[int]") -> None:
+        if record.done:
+            self._outcomes.append(partial(_fulfil, future, record.tokens))
+        else:
+            self._prefetches[record.id] = record, future
+
+    def release(self, record: LeaseRecord) -> None:
+        """The lease gives everything back; who still waits for it learns that nothing came."""
+        self.plan(self._core.release(record))
+        if (ready := self._ready.pop(record.id, None)) is not None:
+            self._outcomes.append(partial(ready.set_result, 0))
+        if (paused := self._paused.pop(record.id, None)) is not None:
+            self._outcomes.append(partial(paused.set_result, None))
+
+    # -- from anywhere
+
+    def post(self, event: Callable[[], None]) -> None:
+        """Have ``event`` run in the next block.  Takes no lock: safe in a finalizer."""
+        self._inbox.append(event)
+
+    def run(self) -> None:
+        """Empty the inbox and start what follows."""
+        # Called from within ``start``, this leaves it to the loop below it on the stack.
+        while self._inbox and self._starter != threading.get_ident():
+            self._lock.acquire()
+            try:
+                self._empty_inbox()
+            finally:
+                self._leave()
+
+    def cancel_prefetch(self, record: PrefetchRecord) -> None:
+        """Take a prefetch's budget back, unless it is done."""
+        self.post(partial(self._cancel_prefetch, record))
+        self.run()
+
+    def close(self, *, drain: bool) -> list[LeaseRecord]:
+        """Take everything back, let what is under way end, and close the transfer.
+
+        With ``drain`` what completions still ask for is done too; otherwise only what was started
+        ends.  Returns the leases that were open.
+        """
+        self._lock.acquire()
+        try:
+            self.closed = True
+            open_leases = list(self._core.leases.values())
+            if self._broken is None:
+                self._empty_inbox()
+                open_leases = list(self._core.leases.values())
+                self._take_all_back()
+            self._sealed = not drain or self._broken is not None
+        finally:
+            self._leave()
+        self.transfer.close()
+        self._sealed = True
+        self.run()
+        return open_leases
+
+    # -- with the lock
+
+    def _leave(self) -> None:
+        if self._core.settled:
+            self._settle()
+        if self._planned:
+            planned, self._planned = self._planned, []
+            self._turn.acquire()
+            self._lock.release()
+            self._start(planned)
+        else:
+            self._lock.release()
+        while self._outcomes:
+            try:
+                outcome = self._outcomes.popleft()
+            except IndexError:  # another thread has just told the last one
+                break
+            outcome()
+        if self._inbox:
+            self.run()
+
+    def _empty_inbox(self) -> None:
+        try:
+            while self._inbox:
+                self._inbox.popleft()()
+        except InvariantError as error:
+            self._broken = error
+            raise
+
+    def _packed(self, op_id: int) -> None:
+        self.plan(self._core.packed(op_id))
+
+    def _done(self, op_id: int, delivered: int, error: BaseException | None) -> None:
+        op = self._running.pop(op_id, None)
+        if op is None:
+            raise InvariantError(f"op {op_id} ended twice or was never started")
+        self._count(op, delivered)
+        ops = self._core.finish(op_id, delivered, error is not None)
+        self.plan(ops)
+        for watch in [w for w in self._watches if op_id in w.waiting]:
+            watch.waiting.remove(op_id)
+            watch.waiting.update(o.id for o in ops if o.kind in watch.follow)
+            watch.error = watch.error or error
+            if not watch.waiting:
+                self._watches.remove(watch)
+                self._outcomes.append(partial(watch.then, watch.error))
+
+    def _count(self, op: Op, delivered: int) -> None:
+        if op.kind in (OpKind.DROP, OpKind.CLEAR):
+            return
+        for part in op.parts[:delivered]:
+            size = self._part_bytes[part.kind]
+            ends = [(part.source, "read"), (part.target, "written")]
+            if part.via:
+                ends += [(Tier.CPU, "written"), (Tier.CPU, "read")]
+            for end in ends:
+                self.moved[end] = self.moved.get(end, 0) + size
+
+    def _settle(self) -> None:
+        for record in self._core.settled:
+            if isinstance(record, PrefetchRecord):
+                _, future = self._prefetches.pop(record.id, (None, None))
+                if future is not None:
+                    self._outcomes.append(partial(_fulfil, future, record.tokens))
+            elif record.state is LeaseState.ACTIVE:
+                if (ready := self._ready.pop(record.id, None)) is not None:
+                    self._outcomes.append(partial(ready.set_result, record.length))
+            elif (paused := self._paused.pop(record.id, None)) is not None:
+                self._outcomes.append(partial(paused.set_result, None))
+        self._core.settled.clear()
+
+    def _cancel_prefetch(self, record: PrefetchRecord) -> None:
+        if self._prefetches.pop(record.id, None) is not None:
+            self.plan(self._core.cancel_prefetch(record))
+
+    def _take_all_back(self) -> None:
+        for lease in list(self._core.leases.values()):
+            self.release(lease)
+        for prefetch, future in self._prefetches.values():
+            self.plan(self._core.cancel_prefetch(prefetch))
+            self._outcomes.append(partial(_fulfil, future, prefetch.tokens))
+        self._prefetches.clear()
+
+    # -- with the turn
+
+    def _start(self, ops: list[Op]) -> None:
+        self._starter = threading.get_ident()
+        try:
+            for op in ops:
+                packed, done = partial(self._on_packed, op.id), partial(self._on_done, op.id)
+                if self._sealed:
+                    done(0, CacheClosed("the cache was closed before this was done"))
+                else:
+                    self.transfer.start(op, packed=packed, done=done)
+        finally:
+            self._starter = 0
+            self._turn.release()
+
+    # -- from the transfer, on any thread
+
+    def _on_packed(self, op_id: int) -> None:
+        self._inbox.append(partial(self._packed, op_id))
+        self.run()
+
+    def _on_done(self, op_id: int, delivered: int, error: BaseException | None) -> None:
+        self._inbox.append(partial(self._done, op_id, delivered, error))
+        self.run()
+
+
+def _fulfil(future: "Future[T]", value: T) -> None:
+    """Resolve a future that its owner may have cancelled meanwhile."""
+    if future.set_running_or_notify_cancel():
+        future.set_result(value)
