@@ -291,7 +291,12 @@ def test_records_carry_the_checksum_taken_when_they_were_packed() -> None:
         p.start(OpKind.PACK, down(0, 4)).wait()
         seen: list[Record] = []
         put = p.store.put_group
-        p.store.put_group = lambda records: (seen.extend(records), put(records))[1]  # type: ignore[method-assign]
+
+        def watch(records: Sequence[Record]) -> None:
+            seen.extend(records)
+            put(records)
+
+        p.store.put_group = watch  # type: ignore[method-assign]
         assert p.start(OpKind.STORE, to_disk(1, 4)).delivered == 1
         (record,) = seen
         assert record.checksum == xxhash.xxh3_128_digest(want)

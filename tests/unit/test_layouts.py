@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -261,7 +262,7 @@ def test_every_field_of_a_component_is_in_the_fingerprint() -> None:
     keep = component("keep")
     f = layout(keep, base).fingerprint
     for field, value in changes.items():
-        changed = replace(base, **{field: value})
+        changed = replace(base, **{field: value})  # type: ignore[arg-type]
         if field in ("tokens_per_slot", "slots_per_page"):  # only together do they make a page
             changed = replace(base, tokens_per_slot=2, slots_per_page=8)
         assert layout(keep, changed).fingerprint != f, field
@@ -304,7 +305,7 @@ def test_a_layout_cannot_be_changed_from_outside() -> None:
 # --------------------------------------------------------------------------- retile
 
 
-def packed(pages: int, page: int, seed: int) -> tuple[np.ndarray, Layout]:  # type: ignore[type-arg]
+def packed(pages: int, page: int, seed: int) -> tuple[npt.NDArray[np.uint8], Layout]:
     it = v4_like(page)
     data = np.random.default_rng(seed).integers(0, 256, (pages, it.page_bytes()), dtype=np.uint8)
     return data, it
@@ -318,7 +319,7 @@ def v4_like(page: int) -> Layout:
     )
 
 
-def slot(record: np.ndarray, it: Layout, name: str, layer: int, s: int) -> bytes:  # type: ignore[type-arg]
+def slot(record: npt.NDArray[np.uint8], it: Layout, name: str, layer: int, s: int) -> bytes:
     """One slot's bytes, found by walking the record plane by plane."""
     (c,) = (c for c in it.components if c.name == name)
     (at,) = (o for n, ly, o, _ in it.sections() if (n, ly) == (name, layer))
