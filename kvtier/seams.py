@@ -49,8 +49,8 @@ class Record:
     key: bytes
     """16-byte chain digest."""
     parent: bytes
-    """Key of the record this one needs: the page before, or a checkpoint's own page; 16 zero
-    bytes for a first page."""
+    """Key of the record this one needs: the page before, or a checkpoint's own page; for a first
+    page (history, depth 1) the identity's chain root, which is no record."""
     depth: int
     component: str
     """"history" or "checkpoint"."""
@@ -92,7 +92,8 @@ ENTRY = np.dtype(
 class Store(Protocol):
     """Page records by key.  Calls may block; the cache makes them from its own threads.
 
-    ``put_group`` and ``delete`` come from one thread, in order; ``read_into`` from any number.
+    ``put_group`` and ``delete`` come from one thread, in the order in which the core asked for
+    them (STORE and DROP ops take effect in the order of ``start``); ``read_into`` from any number.
     Implementations raise StoreError (or OSError) when the medium fails; the cache turns that into
     a miss and a counter.
     """
@@ -102,7 +103,8 @@ class Store(Protocol):
 
     def put_group(self, records: Sequence[Record]) -> None:
         """All or nothing, durable when it returns.  Refuses (StoreError) a record whose parent is
-        neither stored nor earlier in the group.  A key already there counts as done."""
+        neither stored nor earlier in the group (first pages have none).  A key already there counts
+        as done."""
 
     def read_into(self, reads: Sequence[Read]) -> list[bool]:
         """True where the record was there, whole, verified and with these tokens and parent.

@@ -1,0 +1,324 @@
+"""What is on disk, one compact row a record: about 60 bytes each, no objects.
+
+Pages that are only on disk have no node in memory; a lookup here is how a walk goes on past the
+tree.  A row's key is the record's key; a checkpoint is a child row of its page, so that leaves
+first holds for both.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.keys import KEY_BYTES
+
+__all__ = ["DiskTable"]
+
+_EMPTY, _GONE = -1, -2
+_OVERFLOW = 4096
+_START = 1024
+
+
+class DiskTable:
+    """Rows of records, found by key, evicted leaves first and least recently used first."""
+
+    def __init__(self, capacity: int, entries: npt.NDArray[Any] | None = None) -> None:
+        self.capacity = capacity
+        """Frames."""
+        self.used = 0
+        self.quarantined = 0
+        """Frames of bad records whose deletion has not been confirmed."""
+        self.rows = 0
+        self._grow(_START if entries is None else max(_START, len(entries) * 5 // 4))
+        self._free: list[int] = []
+        self._next = 0
+        self._victims: deque[int] = deque()
+        self.touched: set[int] = set()
+        if entries is not None and len(entries):
+            self._load(entries)
+
+    # ------------------------------------------------------------------ columns
+    def _grow(self, size: int) -> None:
+        old = getattr(self, "_size", 0)
+        self._size = size
+
+        def column(name: str, dtype: str, fill: int) -> None:
+            new = np.full(size, fill, dtype=dtype)
+            if old:
+                new[:old] = getattr(self, name)
+            setattr(self, name, new)
+
+        column("parent", "<i4", -1)
+        column("kids", "<i4", 0)
+        column("depth", "<i4", 0)
+        column("root", "<i4", -1)
+        column("frames", "<u2", 0)
+        column("tick", "<i8", 0)
+        column("live", "u1", 0)
+        """1: in use."""
+        column("busy", "<u2", 0)
+        """Operations and pins that hold the row."""
+        keys = bytearray(size * KEY_BYTES)
+        if old:
+            keys[: old * KEY_BYTES] = self._keys
+        self._keys = keys
+        self._reindex()
+
+    parent: npt.NDArray[np.int32]
+    kids: npt.NDArray[np.int32]
+    depth: npt.NDArray[np.int32]
+    root: npt.NDArray[np.int32]
+    frames: npt.NDArray[np.uint16]
+    tick: npt.NDArray[np.int64]
+    live: npt.NDArray[np.uint8]
+    busy: npt.NDArray[np.uint16]
+
+    def _reindex(self) -> None:
+        """Build the hash index anew: linear probing, laid out in one vectorised pass."""
+        slots = 1 << max(4, (self._size * 2 - 1).bit_length())
+        self._mask = slots - 1
+        index = np.full(slots + _OVERFLOW, _EMPTY, dtype="<i4")  # probing never wraps
+        rows = np.flatnonzero(self.live)
+        if len(rows):
+            heads = np.frombuffer(self._keys, dtype="<u8")[::2][rows] & np.uint64(self._mask)
+            order = np.argsort(heads, kind="stable")
+            home = heads[order].astype(np.int64)
+            step = np.arange(len(rows))
+            index[np.maximum.accumulate(home - step) + step] = rows[order]
+        self._index_array = index
+        self._index = memoryview(index)
+        self._tombs = 0
+
+    def _load(self, entries: npt.NDArray[Any]) -> None:
+        n = len(entries)
+        keys = np.ascontiguousarray(entries["key"]).tobytes()
+        self._keys[: n * KEY_BYTES] = keys
+        self.live[:n] = 1
+        self.depth[:n] = entries["depth"]
+        self.frames[:n] = entries["frames"]
+        self.tick[:n] = entries["tick"].astype(np.int64)
+        self._next = self.rows = n
+        self.used = int(self.frames[:n].sum())
+        self._reindex()
+        # Parents by one sorted search on half of the key instead of a million lookups.
+        have = np.frombuffer(keys, dtype="<u8").reshape(n, 2)
+        want = np.frombuffer(
+            np.ascontiguousarray(entries["parent"]).tobytes(), dtype="<u8"
+        ).reshape(n, 2)
+        order = np.argsort(have[:, 0])
+        at = np.searchsorted(have[order, 0], want[:, 0])
+        found = np.zeros(n, dtype=bool)
+        parent = np.full(n, -1, dtype=np.int64)
+        for step in range(4):  # equal halves lie side by side; four of them do not happen
+            row = order[np.minimum(at + step, n - 1)]
+            hit = ~found & (have[row] == want).all(axis=1)
+            parent[hit] = row[hit]
+            found |= hit
+        self.parent[:n] = parent
+        np.add.at(self.kids, parent[found], 1)
+        self._roots_of_loaded(entries, n)
+
+    def _roots_of_loaded(self, entries: npt.NDArray[Any], n: int) -> None:
+        first = np.flatnonzero(self.parent[:n] < 0)
+        roots = np.ascontiguousarray(entries["parent"][first]).tobytes()
+        halves = np.frombuffer(roots, dtype="<u8").reshape(len(first), 2)
+        _, where, index = np.unique(
+            halves[:, 0] ^ (halves[:, 1] << np.uint64(1)), return_index=True, return_inverse=True
+        )
+        self.root_keys = [roots[16 * i : 16 * i + 16] for i in where]
+        self._root_index = {k: i for i, k in enumerate(self.root_keys)}
+        self.root[first] = index
+        jump = self.parent[:n].copy()  # pointer jumping: log2(depth) passes
+        root = self.root[:n]
+        while (todo := np.flatnonzero(root < 0)).size:
+            known = root[jump[todo]]
+            root[todo] = known
+            jump[todo] = np.where(known < 0, jump[jump[todo]], jump[todo])
+
+    # ------------------------------------------------------------------ lookups
+    root_keys: list[bytes] = []
+    _root_index: dict[bytes, int] = {}
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.used - self.quarantined
+
+    def find(self, key: bytes) -> int:
+        """The row of this key, or -1."""
+        index, keys = self._index, self._keys
+        slot = int.from_bytes(key[:8], "little") & self._mask
+        while True:
+            row = index[slot]
+            if row >= 0:
+                if keys.startswith(key, row * KEY_BYTES):
+                    return row
+            elif row == _EMPTY:
+                return -1
+            slot += 1
+
+    def key(self, row: int) -> bytes:
+        return bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
+
+    def all_rows(self) -> npt.NDArray[np.int64]:
+        return np.flatnonzero(self.live[: self._next])
+
+    def rows_of(self, root_key: bytes | None) -> npt.NDArray[np.int64]:
+        """Rows of one identity, or of all, children before parents."""
+        rows = self.all_rows()
+        if root_key is not None:
+            rows = rows[self.root[rows] == self._root_index.get(root_key, -9)]
+        # A checkpoint has its page's depth: rows of equal depth with a parent of that depth first.
+        below = self.parent[rows] >= 0
+        same = below & (self.depth[np.maximum(self.parent[rows], 0)] == self.depth[rows])
+        return rows[np.lexsort((~same, -self.depth[rows]))]
+
+    # ------------------------------------------------------------------ changes
+    def add(
+        self, key: bytes, parent: int, root_key: bytes, depth: int, frames: int, tick: int
+    ) -> int:
+        """A new row; the caller has made room.  It is busy until released."""
+        row = self._free.pop() if self._free else self._next
+        if row == self._next:
+            if row >= self._size:
+                self._grow(self._size * 2)
+            self._next += 1
+        self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+        self.parent[row], self.depth[row], self.frames[row] = parent, depth, frames
+        self.tick[row], self.kids[row], self.live[row], self.busy[row] = tick, 0, 1, 0
+        if parent >= 0:
+            self.kids[parent] += 1
+            self.root[row] = self.root[parent]
+        else:
+            self.root[row] = self._intern(root_key)
+        self.used += frames
+        self.rows += 1
+        slot = int.from_bytes(key[:8], "little") & self._mask
+        while self._index[slot] >= 0:
+            slot += 1
+        if slot >= len(self._index) - 2:
+            self._reindex()
+        else:
+            self._index[slot] = row
+        return row
+
+    def _intern(self, root_key: bytes) -> int:
+        if root_key not in self._root_index:
+            self._root_index = {**self._root_index, root_key: len(self.root_keys)}
+            self.root_keys = [*self.root_keys, root_key]
+        return self._root_index[root_key]
+
+    def remove(self, row: int, *, quarantine: bool = False) -> bytes:
+        """Forget a row; returns its key.  Its frames stay counted if quarantined."""
+        key = self.key(row)
+        assert self.live[row] and not self.kids[row], "I6: removing a page under its child"
+        index = self._index
+        slot = int.from_bytes(key[:8], "little") & self._mask
+        while index[slot] != row:
+            slot += 1
+        index[slot] = _GONE
+        self._tombs += 1
+        if self._tombs > self._size:
+            self.live[row] = 0
+            self._reindex()
+        self.live[row] = 0
+        frames = int(self.frames[row])
+        self.used -= frames
+        if quarantine:
+            self.quarantined += frames
+        if (parent := int(self.parent[row])) >= 0:
+            self.kids[parent] -= 1
+        self.rows -= 1
+        self.touched.discard(row)
+        self._free.append(row)
+        return key
+
+    def touch(self, row: int, tick: int) -> None:
+        self.tick[row] = tick
+        self.touched.add(row)
+
+    def below(self, row: int) -> list[int]:
+        """Rows that need this one, deepest first."""
+        out: list[int] = []
+        level = np.array([row])
+        rows = self.all_rows()
+        while len(level):
+            level = rows[np.isin(self.parent[rows], level)]
+            out.extend(int(r) for r in level)
+        return out[::-1]
+
+    # ------------------------------------------------------------------ eviction
+    def victims(self, frames: int) -> list[int] | None:
+        """Idle leaves, least recently used first, until ``frames`` would be free; None if they
+        cannot be.  Changes nothing but its own queue of candidates."""
+        need = frames - self.free
+        out: list[int] = []
+        taken: dict[int, int] = {}
+        scanned = False
+        spare: list[int] = []
+        while need > 0:
+            if not self._victims:
+                if scanned:
+                    self._victims.extend(spare)
+                    return None
+                self._scan(set(out))
+                scanned = True
+                continue
+            row = self._victims.popleft()
+            if row in taken and taken[row] < 0:
+                continue
+            limit = int(self.tick[self._victims[0]]) if self._victims else None
+            while row >= 0 and self._idle(row, taken):
+                out.append(row)
+                spare.append(row)
+                taken[row] = -1 - self.kids[row]
+                need -= int(self.frames[row])
+                parent = int(self.parent[row])
+                if need <= 0 or parent < 0:
+                    break
+                taken[parent] = taken.get(parent, 0) + 1
+                if limit is not None and self.tick[parent] > limit:
+                    break
+                row = parent
+        return out
+
+    def _idle(self, row: int, taken: dict[int, int]) -> bool:
+        gone = taken.get(row, 0)
+        return bool(self.live[row] and not self.busy[row]) and gone >= 0 and self.kids[row] == gone
+
+    def _scan(self, taken: Iterable[int]) -> None:
+        """Refill the candidates: the oldest idle leaves, in one vectorised pass."""
+        n = self._next
+        kids = self.kids[:n].copy()
+        rows = np.fromiter(taken, dtype=np.int64)
+        live = self.live[:n].astype(bool)
+        if rows.size:
+            live[rows] = False
+            parents = self.parent[rows]
+            np.subtract.at(kids, parents[parents >= 0], 1)
+        leaves = np.flatnonzero(live & (kids == 0) & (self.busy[:n] == 0))
+        batch = max(1024, self.rows // 64)
+        if len(leaves) > batch:
+            leaves = leaves[np.argpartition(self.tick[leaves], batch)[:batch]]
+        order = np.lexsort((-self.depth[leaves], self.tick[leaves]))
+        self._victims.extend(int(r) for r in leaves[order])
+
+    # ------------------------------------------------------------------ checking
+    def errors(self) -> Iterator[str]:
+        rows = self.all_rows()
+        if int(self.frames[rows].sum()) != self.used or self.rows != len(rows):
+            yield f"I1: disk rows {len(rows)}/{self.rows}, frames used {self.used}"
+        if self.free < 0:
+            yield f"I1: disk over capacity by {-self.free} frames"
+        kids = np.zeros_like(self.kids)
+        parents = self.parent[rows]
+        np.add.at(kids, parents[parents >= 0], 1)
+        for r in rows:
+            if kids[r] != self.kids[r]:
+                yield f"I6: disk row {r} counts {self.kids[r]} children, has {kids[r]}"
+            if (p := self.parent[r]) >= 0 and not self.live[p]:
+                yield f"I6: disk row {r} without its parent"
+            if self.find(self.key(int(r))) != r:
+                yield f"disk row {r} is not found by its key"
+

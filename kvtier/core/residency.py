@@ -1,0 +1,558 @@
+"""Where every page and checkpoint lives: copies, frames, and which may leave.
+
+A *copy* is a page's history or a checkpoint in one tier.  It belongs to its node while the node
+can be matched, and its frames belong to whatever operation still reads or writes them: a copy
+leaves the tree at once, its frames return when the last operation has let go.  So nothing late
+can make a page visible, and nothing freed is still being written.
+
+Every tier is prefix-closed (I6): a page has a copy in a tier only if its parent has one there, a
+checkpoint only if its page has.  Eviction therefore takes leaves, and no tier ever holds a page
+that cannot be reached.  Every node in the tree has a history copy that is READY somewhere (I9).
+
+Knows nothing of leases beyond the counts ``pins`` and ``keeps`` on nodes.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from zlib import crc32
+
+from kvtier.config import EvictionPolicy
+from kvtier.core.disk import DiskTable
+from kvtier.core.eviction import Entry, EvictionOrder, policy_for
+from kvtier.core.frames import FramePool
+from kvtier.core.geometry import Geometry
+from kvtier.core.keys import checkpoint_key, page_key
+from kvtier.core.ops import Kind
+from kvtier.core.tree import Node, RadixTree
+from kvtier.types import Identity, Tier
+
+__all__ = ["CHECKPOINT", "CPU", "DISK", "GPU", "Copy", "Residency"]
+
+GPU, CPU, DISK = 0, 1, 2  # history slots of Node.copies; a checkpoint's slot is CHECKPOINT higher
+CHECKPOINT = 3
+TIERS = (Tier.GPU, Tier.CPU, Tier.DISK)
+
+
+class Copy:
+    """One kind of one page in one tier."""
+
+    __slots__ = ("expendable", "frames", "node", "queued", "readers", "ready", "slot", "writer")
+
+    def __init__(self, node: Node | None, slot: int, frames: tuple[int, ...], writer: int) -> None:
+        self.node = node
+        """None once it has left the tree; its operations then own the frames."""
+        self.slot = slot
+        self.frames = frames
+        """Frame numbers; on disk the row of the record."""
+        self.writer = writer
+        """The operation that fills it; 0 when READY (I3)."""
+        self.ready = not writer
+        self.readers = 0
+        self.expendable = False
+        self.queued = False
+
+    @property
+    def tier(self) -> int:
+        return self.slot % 3
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.CHECKPOINT if self.slot >= CHECKPOINT else Kind.HISTORY
+
+
+class Residency:
+    """The tree together with the frames of all tiers."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        chain: bytes,
+        eviction: str | EvictionPolicy,
+        disk: DiskTable | None,
+    ) -> None:
+        self.geometry = geometry
+        self.chain = chain
+        self.tree = RadixTree(geometry.page_tokens)
+        self.policy = policy_for(eviction)
+        self.pools = {
+            GPU: FramePool(geometry.gpu_pages),
+            CPU: FramePool(geometry.cpu_frames),
+            GPU + CHECKPOINT: FramePool(geometry.gpu_checkpoints),
+        }
+        self.pools[CPU + CHECKPOINT] = self.pools[CPU]  # history and tails share one budget
+        self.orders = {s: EvictionOrder(self.policy, self.evictable) for s in (GPU, CPU, 3)}
+        self.orders[CPU + CHECKPOINT] = self.orders[CPU]
+        self.disk = disk
+        self.disk_nodes: dict[int, Node] = {}
+        """Disk rows whose page has a node, by row."""
+        self.quarantine: set[int] = set()
+        """Rows found bad, on their way out."""
+        self.drops: list[bytes] = []
+        """Keys the disk should forget; drained into a DROP."""
+        self.orphans: dict[Copy, None] = {}
+        """Copies that left the tree while an operation still held their frames."""
+        self.parked: dict[Copy, None] = {}
+        """Host copies that belong to paused leases."""
+        self.ghosts: OrderedDict[int, None] = OrderedDict()
+        self.tick = 0
+        self.evictions = [0, 0, 0]
+        self.faults = [0, 0, 0]
+        self.events: deque[tuple[str, bytes, Tier]] | None = None
+        self.events_dropped = 0
+        self._ghost_limit = 2 * (geometry.gpu_pages + geometry.cpu_frames)
+
+    # ------------------------------------------------------------------ keys
+    def root(self, identity: Identity, root_key: bytes) -> Node:
+        root = self.tree.root(identity)
+        root.digest = root_key
+        return root
+
+    def digest(self, node: Node) -> bytes:
+        """The node's chained key; computed along the path once, then kept."""
+        missing: list[Node] = []
+        at = node
+        while not at.digest:
+            missing.append(at)
+            assert at.parent is not None
+            at = at.parent
+        key, stride = at.digest, self.tree.stride
+        for n in reversed(missing):
+            key = n.digest = page_key(key, n.page(stride), n.extra(stride))
+        return key
+
+    # ------------------------------------------------------------------ copies
+    def attach(self, node: Node, slot: int, frames: tuple[int, ...], writer: int = 0) -> Copy:
+        """Give a node a copy; READY at once unless an operation still has to write it."""
+        assert node.copies[slot] is None, "I3: a second copy in one tier"
+        copy = node.copies[slot] = Copy(node, slot, frames, writer)
+        if slot < CHECKPOINT:
+            parent = node.parent
+            assert parent is not None
+            parent.kids[slot] += 1
+            assert parent.depth == 0 or parent.copies[slot] is not None, "I6: parent not in tier"
+        if slot % 3 == DISK:
+            self._hold_row(copy, bool(writer) + bool(slot == DISK and node.keeps))
+        if not writer:
+            self._ready(copy)
+        return copy
+
+    def arrived(self, copy: Copy) -> None:
+        """The operation that fills the copy has delivered it."""
+        copy.writer = 0
+        if copy.slot % 3 == DISK:
+            self._hold_row(copy, -1)
+        self._ready(copy)
+
+    def unfill(self, copy: Copy) -> None:
+        """The operation that was to fill a disk copy has failed."""
+        self._hold_row(copy, -1)
+
+    def _ready(self, copy: Copy) -> None:
+        copy.ready = True
+        if self.events is not None and copy.slot < CHECKPOINT:
+            self._event("stored", copy)
+        self.offer(copy)
+
+    def supersede(self, copy: Copy, frames: tuple[int, ...]) -> None:
+        """What a restore still writes is here already: the node stands on ``frames`` instead."""
+        node = copy.node
+        assert node is not None and copy.writer
+        copy.node = None
+        self.orphans[copy] = None
+        fresh = node.copies[copy.slot] = Copy(node, copy.slot, frames, 0)
+        self._ready(fresh)
+
+    def detach(self, copy: Copy) -> None:
+        """Take a copy that nothing else needs out of the tree, and tidy up what that leaves."""
+        node = copy.node
+        assert node is not None
+        if copy.slot == GPU and (tail := node.copies[GPU + CHECKPOINT]) is not None:
+            self._unlink(tail, node)  # on the device a checkpoint goes with its page
+        self._unlink(copy, node)
+        if node.run is None:
+            return
+        if copy.slot < CHECKPOINT:
+            self._after_loss(node)
+        elif (page := node.copies[copy.slot - CHECKPOINT]) is not None:
+            self.offer(page)
+
+    def _unlink(self, copy: Copy, node: Node) -> None:
+        slot = copy.slot
+        if self.events is not None and slot < CHECKPOINT and copy.ready:
+            self._event("removed", copy)
+        node.copies[slot] = None
+        copy.node = None
+        if slot < CHECKPOINT:
+            parent = node.parent
+            assert parent is not None
+            parent.kids[slot] -= 1
+            if not parent.kids[slot] and (up := parent.copies[slot]) is not None:
+                self.offer(up)
+        if copy.tier == DISK:
+            self._forget_row(copy, node)
+        elif copy.readers or copy.writer:
+            self.orphans[copy] = None
+        else:
+            self.pools[slot].give(copy.frames)
+
+    def _forget_row(self, copy: Copy, node: Node) -> None:
+        """A disk copy's row goes with it; what is only on disk below it must have gone before."""
+        assert self.disk is not None
+        row = copy.frames[0]
+        if copy.slot == DISK:
+            self.disk_nodes.pop(row, None)
+        self.disk.busy[row] = 0
+        for below in self.disk.below(row) if self.disk.kids[row] else ():
+            self.drops.append(self.disk.remove(below))
+        bad = row in self.quarantine
+        self.quarantine.discard(row)
+        self.drops.append(self.disk.remove(row, quarantine=bad))
+
+    def lose(self, copy: Copy) -> None:
+        """A copy turned out bad or was never made: whatever needs it in its tier goes too."""
+        node = copy.node
+        if node is None or node.run is None:
+            return
+        if copy.slot < CHECKPOINT:
+            stack, below = [node], []
+            while stack:
+                n = stack.pop()
+                kids = [k for k in n.offspring() if k.copies[copy.slot] is not None]
+                below.extend(kids)
+                stack.extend(kids)
+            for n in [*reversed(below), node]:
+                for slot in (copy.slot + CHECKPOINT, copy.slot):
+                    if (c := n.copies[slot]) is not None:
+                        self.detach(c)
+        else:
+            self.detach(copy)
+
+    def let_go(self, copy: Copy) -> None:
+        """An operation has ended its use of a copy (its counts are already down)."""
+        if copy.readers or copy.writer:
+            return
+        if copy.node is None:
+            if copy in self.orphans:
+                del self.orphans[copy]
+                self.pools[copy.slot].give(copy.frames)
+        else:
+            self.offer(copy)
+            if copy.node.run is not None:
+                self.prune(copy.node)
+
+    def best(self, node: Node, kind: int = 0) -> Copy | None:
+        """The fastest READY copy of a page (or, with ``CHECKPOINT``, of its checkpoint)."""
+        for slot in (kind, kind + 1, kind + 2):
+            copy = node.copies[slot]
+            if copy is not None and copy.ready:
+                return copy
+        return None
+
+    # ------------------------------------------------------------------ nodes
+    def pin(self, nodes: Iterable[Node]) -> None:
+        for n in nodes:
+            n.pins += 1
+
+    def unpin(self, nodes: Sequence[Node]) -> None:
+        """Drop one pin each; deepest first, so that what falls free is tidied up."""
+        for n in reversed(nodes):
+            n.pins -= 1
+            if not n.pins:
+                if n.run is None:
+                    if (copy := n.copies[GPU]) is not None:
+                        n.copies[GPU], copy.node = None, None
+                        if copy.readers or copy.writer:
+                            self.orphans[copy] = None
+                        else:
+                            self.pools[GPU].give(copy.frames)
+                    continue
+                if (copy := n.copies[GPU]) is None:
+                    self.prune(n)
+                elif not n.kids[GPU]:
+                    self.offer(copy)
+
+    def touch(self, nodes: Iterable[Node]) -> None:
+        """Stamp a whole path with one new tick."""
+        self.tick += 1
+        tick = self.tick
+        for n in nodes:
+            n.tick = tick
+            if (copy := n.copies[DISK]) is not None:
+                assert self.disk is not None
+                self.disk.touch(copy.frames[0], tick)
+
+    def prune(self, node: Node) -> None:
+        """Forget nodes that nothing refers to any more, from here upwards."""
+        while node.depth and not node.pins and not node.keeps and node.run is not None:
+            copies = node.copies
+            if copies[GPU] is not None or copies[CPU] is not None:
+                return
+            if node.children or node.successor() is not None:
+                return
+            on_disk = copies[DISK]
+            if on_disk is not None:
+                tail = copies[DISK + CHECKPOINT]
+                if on_disk.readers or on_disk.writer or (tail and (tail.readers or tail.writer)):
+                    return
+                assert self.disk is not None
+                del self.disk_nodes[on_disk.frames[0]]
+                on_disk.node = None
+                if tail is not None:
+                    tail.node = None
+                assert node.parent is not None
+                node.parent.kids[DISK] -= 1
+                copies[DISK] = copies[DISK + CHECKPOINT] = None
+            else:
+                self._remember(node)
+            self.tree.remove_leaf(node)
+            assert node.parent is not None
+            node = node.parent
+
+    def _after_loss(self, node: Node) -> None:
+        if self.best(node) is None:
+            self.kill(node)
+        else:
+            self.prune(node)
+
+    def kill(self, node: Node) -> None:
+        """Nobody may match this page, or anything below it, again.  Device pages that leases
+        still pin stay theirs until unpinned."""
+        parent = node.parent
+        for n in self.tree.remove_subtree(node):
+            for slot in (5, 4, 3, DISK, CPU, GPU):
+                copy = n.copies[slot]
+                if copy is None:
+                    continue
+                if slot == GPU and n.pins:
+                    assert n.parent is not None
+                    n.parent.kids[GPU] -= 1  # a dead node's page is nobody's child
+                    continue
+                self._unlink(copy, n)
+        if parent is not None and parent.depth and parent.run is not None:
+            self.prune(parent)
+
+    def _remember(self, node: Node) -> None:
+        ghost = (node.depth << 32) | crc32(node.page(self.tree.stride))
+        self.ghosts[ghost] = None
+        self.ghosts.move_to_end(ghost)
+        if len(self.ghosts) > self._ghost_limit:
+            self.ghosts.popitem(last=False)
+
+    def seen_before(self, depth: int, page: bytes) -> bool:
+        """Whether such a page was evicted lately (a hint: by checksum)."""
+        return ((depth << 32) | crc32(page)) in self.ghosts
+
+    # ------------------------------------------------------------------ disk rows and nodes
+    def load_row(self, parent: Node, data: bytes, page: int, extra: bytes, row: int) -> Node:
+        """Give a page that is only on disk a node."""
+        stride = self.tree.stride
+        extras = {page: extra} if extra else None
+        (node,) = self.tree.extend(parent, data[: (page + 1) * stride], page, extras)
+        self.link_row(node, row)
+        return node
+
+    def link_row(self, node: Node, row: int) -> None:
+        assert self.disk is not None
+        node.digest = self.disk.key(row)
+        self.attach(node, DISK, (row,))
+        self.disk_nodes[row] = node
+        node.expires = max(node.expires, 0.0) or float("inf")
+        tail = self.disk.find(checkpoint_key(node.digest)) if self.geometry.has_tails else -1
+        if tail >= 0:
+            self.attach(node, DISK + CHECKPOINT, (tail,))
+
+    def disk_row(self, parent: Node, page: bytes, extra: bytes) -> int:
+        """Row of the page behind ``parent``, or -1."""
+        if self.disk is None or not self.disk.rows:
+            return -1
+        return self.disk.find(page_key(self.digest(parent), page, extra))
+
+    # ------------------------------------------------------------------ who holds what
+    def use(self, copy: Copy) -> None:
+        """An operation reads this copy until ``unuse``."""
+        copy.readers += 1
+        if copy.slot % 3 == DISK:
+            self._hold_row(copy, 1)
+
+    def unuse(self, copy: Copy) -> None:
+        copy.readers -= 1
+        assert copy.readers >= 0, "I3"
+        if copy.slot % 3 == DISK and copy.node is not None:
+            self._hold_row(copy, -1)
+        self.let_go(copy)
+
+    def keep(self, nodes: Iterable[Node], by: int) -> None:
+        """Hold (+1) or free (-1) pages so that each stays in some tier."""
+        for n in nodes:
+            before, n.keeps = n.keeps, n.keeps + by
+            if bool(before) == bool(n.keeps) or n.run is None:
+                continue
+            for copy in n.copies[:3]:
+                if copy is not None and copy.slot == DISK:
+                    self._hold_row(copy, by)
+                elif copy is not None and by < 0:
+                    self.offer(copy)
+            if by < 0:
+                self.prune(n)
+
+    def _hold_row(self, copy: Copy, by: int) -> None:
+        assert self.disk is not None
+        row = copy.frames[0]
+        self.disk.busy[row] = int(self.disk.busy[row]) + by
+
+    # ------------------------------------------------------------------ eviction
+    def evictable(self, copy: Copy) -> bool:
+        """Whether this copy may leave its tier now: READY, idle, a leaf there, not held."""
+        node, slot = copy.node, copy.slot
+        if node is None or not copy.ready or copy.readers:
+            return False
+        if slot >= CHECKPOINT:
+            return True
+        if node.kids[slot]:
+            return False
+        tail = node.copies[slot + CHECKPOINT]
+        if slot == GPU:
+            if node.pins or (tail is not None and (tail.readers or tail.writer)):
+                return False
+            below = node.copies[CPU]
+            if below is not None and below.writer:
+                return False  # what is promised below must be confirmed first
+        elif tail is not None:
+            return False
+        return not node.keeps or any(c is not None and c.ready for c in node.copies[slot + 1 : 3])
+
+    def offer(self, copy: Copy) -> None:
+        """Queue a copy for eviction if it may leave."""
+        if copy.slot % 3 != DISK and not copy.queued and self.evictable(copy):
+            self.orders[copy.slot].push(copy)
+
+    def room(self, slot: int, need: int) -> int:
+        """Free frames until ``need`` fit.  Returns how many are missing; if not 0, nothing has
+        changed."""
+        pool = self.pools[slot]
+        if pool.free >= need:
+            return 0
+        if need > pool.size:
+            return need - pool.size
+        victims, missing = self._victims(slot, need - pool.free)
+        if missing:
+            self.orders[slot].extend(c for c in victims if self.evictable(c))
+            return missing
+        self._evict(victims)
+        return 0
+
+    def make_room(self, slot: int, want: int) -> int:
+        """Free up to ``want`` frames; returns how many can be taken."""
+        missing = self.room(slot, want)
+        if missing and want - missing > 0:
+            missing += self.room(slot, want - missing)
+        return max(0, want - missing)
+
+    def evict(self, slot: int, frames: int) -> int:
+        """Drop up to ``frames`` frames' worth; returns how many frames were freed."""
+        victims, _ = self._victims(slot, frames)
+        freed = sum(len(c.frames) for c in victims)
+        self._evict(victims)
+        return freed
+
+    def _evict(self, victims: list[Copy]) -> None:
+        for copy in victims:
+            self.evictions[copy.tier] += 1
+            self.detach(copy)
+
+    def _victims(self, slot: int, need: int) -> tuple[list[Copy], int]:
+        """Copies that free ``need`` frames, children before parents; and what is missing."""
+        order = self.orders[slot]
+        out: list[Copy] = []
+        gone: dict[Copy, int] = {}
+        local: list[Entry] = []
+        while need > 0:
+            top = order.top()
+            if local and (top is None or local[0] < top):
+                copy = heappop(local)[3]
+            elif top is not None:
+                copy = order.pop()
+            else:
+                break
+            while True:
+                out.append(copy)
+                need -= len(copy.frames)
+                up = self._needed_by(copy)
+                if need <= 0 or up is None:
+                    break
+                gone[up] = gone.get(up, 0) + 1
+                if not self._free_after(up, gone[up]):
+                    break
+                entry = order.entry(up)
+                best = order.top()
+                if (best is not None and best < entry) or (local and local[0] < entry):
+                    heappush(local, entry)
+                    break
+                copy = up
+        return out, max(0, need)
+
+    def _needed_by(self, copy: Copy) -> Copy | None:
+        """The copy in the same pool that this one keeps from being a leaf."""
+        node = copy.node
+        assert node is not None
+        if copy.slot >= CHECKPOINT:
+            return node.copies[copy.slot - CHECKPOINT] if copy.slot == CPU + CHECKPOINT else None
+        assert node.parent is not None
+        return node.parent.copies[copy.slot]
+
+    def _free_after(self, up: Copy, gone: int) -> bool:
+        """Whether ``up`` could leave once ``gone`` of what needs it has left."""
+        node, slot = up.node, up.slot
+        assert node is not None
+        kids, tail = node.kids[slot], node.copies[slot + CHECKPOINT]
+        if kids + (slot == CPU and tail is not None) != gone:
+            return False
+        node.kids[slot] = 0
+        if slot == CPU:
+            node.copies[slot + CHECKPOINT] = None
+        free = self.evictable(up)
+        node.kids[slot], node.copies[slot + CHECKPOINT] = kids, tail
+        return free
+
+    def disk_room(self, frames: int) -> bool:
+        """Free disk frames until ``frames`` fit, or change nothing."""
+        disk = self.disk
+        assert disk is not None
+        if disk.free >= frames:
+            return True
+        victims = disk.victims(frames)
+        if victims is None:
+            return False
+        for row in victims:
+            self.evictions[DISK] += 1
+            node = self.disk_nodes.get(row)
+            if node is None:
+                self._drop_tail_copy(row)
+                self.drops.append(disk.remove(row))
+            else:
+                copy = node.copies[DISK]
+                assert copy is not None
+                self.detach(copy)
+        return True
+
+    def _drop_tail_copy(self, row: int) -> None:
+        """If ``row`` is a checkpoint whose page has a node, unlink its copy."""
+        assert self.disk is not None
+        node = self.disk_nodes.get(int(self.disk.parent[row]))
+        if node is not None:
+            tail = node.copies[DISK + CHECKPOINT]
+            if tail is not None and tail.frames[0] == row:
+                node.copies[DISK + CHECKPOINT] = None
+                tail.node = None
+
+    # ------------------------------------------------------------------ events and checks
+    def _event(self, what: str, copy: Copy) -> None:
+        assert self.events is not None and copy.node is not None
+        if self.events.maxlen is not None and len(self.events) == self.events.maxlen:
+            self.events_dropped += 1
+        self.events.append((what, self.digest(copy.node), TIERS[copy.tier]))
+
+    def nodes(self) -> Iterator[Node]:
+        for root in self.tree.roots.values():
+            yield from self.tree.iterate(root)

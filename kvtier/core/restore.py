@@ -1,0 +1,379 @@
+"""Moving up: how a lease comes to stand on a prefix, and what it falls back to.
+
+One RESTORE a lease brings up everything it misses, disk pages with the host as a stop on the way.
+A lease settles only when all operations it waits for have ended; then it stands on what arrived,
+or plans again.  Every failure takes away the copy that failed, so planning again ends.
+"""
+
+from collections.abc import Sequence
+
+from kvtier.core.geometry import Geometry
+from kvtier.core.keys import checkpoint_key, page_key
+from kvtier.core.leases import LeaseRecord, LeaseTables, PrefetchRecord
+from kvtier.core.operations import Move, Operations, TailPools, history_part
+from kvtier.core.ops import Kind, Op, OpKind, Part
+from kvtier.core.residency import CHECKPOINT, CPU, DISK, GPU, TIERS, Copy, Residency
+from kvtier.core.tree import Node
+from kvtier.errors import OutOfPages
+from kvtier.types import LeaseState, Span, Tier
+
+__all__ = ["Restore", "inside_span"]
+
+
+def inside_span(position: int, spans: Sequence[Span]) -> bool:
+    """Whether a boundary at ``position`` would cut a span in two."""
+    return any(s.start < position < s.stop for s in spans)
+
+
+class Restore:
+    """Plans RESTORE operations and settles leases on their outcome."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        operations: Operations,
+        tails: TailPools,
+        tables: LeaseTables,
+        settled: list[LeaseRecord | PrefetchRecord],
+    ) -> None:
+        self.residency = residency
+        self.operations = operations
+        self.tails = tails
+        self.tables = tables
+        self.settled = settled
+        self.geometry: Geometry = residency.geometry
+        self.hit_tokens = [0, 0, 0]
+        self.computed_tokens = 0
+
+    # ------------------------------------------------------------------ what is there
+    def path(
+        self, root: Node, data: bytes, extras: dict[int, bytes], limit: int
+    ) -> tuple[list[Node], int]:
+        """Nodes of the known prefix, at most ``limit`` pages, giving nodes to pages that are only
+        on disk; and how many pages are known in all."""
+        res = self.residency
+        segments, known, last = res.tree.walk(root, data, extras or None)
+        nodes = [n for run, first, stop in segments for n in run[first:stop]]
+        stride = res.tree.stride
+        if len(nodes) > limit:
+            return nodes[:limit], known
+        while len(nodes) < limit:
+            page = len(nodes)
+            extra = extras.get(page, b"")
+            row = res.disk_row(last, data[page * stride : (page + 1) * stride], extra)
+            if row < 0:
+                break
+            if last.depth and last.copies[DISK] is None:
+                if not self._link(last):
+                    break
+            last = res.load_row(last, data, page, extra, row)
+            nodes.append(last)
+        return nodes, max(known, len(nodes))
+
+    def _link(self, node: Node) -> bool:
+        """Link a node and its ancestors to their disk rows, so that a child may be; a row is
+        there for each, since the child's is."""
+        res = self.residency
+        assert res.disk is not None
+        chain: list[Node] = []
+        at: Node | None = node
+        while at is not None and at.depth and at.copies[DISK] is None:
+            chain.append(at)
+            at = at.parent
+        for n in reversed(chain):
+            row = res.disk.find(res.digest(n))
+            if row < 0:
+                return False
+            res.link_row(n, row)
+        return True
+
+    def resumable(self, path: Sequence[Node], limit: int, spans: Sequence[Span]) -> int:
+        """Pages of ``path`` a lease could stand on."""
+        n = min(len(path), limit)
+        for i, node in enumerate(path[:n]):
+            if node.run is None:
+                n = i
+                break
+        page = self.geometry.page_tokens
+        while n and (
+            (spans and inside_span(n * page, spans))
+            or (self.geometry.has_tails and self.residency.best(path[n - 1], CHECKPOINT) is None)
+        ):
+            n -= 1
+        return n
+
+    # ------------------------------------------------------------------ planning
+    def bring_up(self, rec: LeaseRecord, path: Sequence[Node], spare: int = 0) -> list[Op]:
+        """Pin the longest resumable prefix that fits, plus ``spare`` pages of the lease's own,
+        and plan what is missing.
+
+        The lease holds no nodes and no pages of a table.  Falls back to shorter prefixes and to
+        none; raises OutOfPages, having changed nothing, if even ``spare`` does not fit.
+        """
+        assert not rec.nodes and not rec.frames and not rec.waits, "I4"
+        res = self.residency
+        limit = rec.limit
+        while True:
+            limit = self.resumable(path, limit, rec.spans)
+            use = list(path[:limit])
+            res.pin(use)
+            missing = [n for n in use if n.copies[GPU] is None]
+            held = [c for n in missing if (c := res.best(n)) is not None]
+            checkpoint = None
+            if self.geometry.has_tails and use:
+                checkpoint = res.best(use[-1], CHECKPOINT)
+                assert checkpoint is not None
+                held.append(checkpoint)
+            for c in held:  # a source must survive the eviction made for its target
+                c.readers += 1
+            lacking = res.room(GPU, len(missing) + spare)
+            tail = None
+            if not lacking and self.geometry.has_tails:
+                tail = self.tails.take(self._windows_at(limit))
+                lacking = tail is None
+            for c in held:
+                c.readers -= 1
+            if not lacking:
+                break
+            res.unpin(use)
+            for c in held:
+                res.offer(c) if c.node is not None else None
+            if not limit:
+                if self.geometry.has_tails and not self.tails.states.free:
+                    raise OutOfPages(1, 0, "state slots")
+                raise OutOfPages(spare, spare - lacking)
+            limit -= 1
+        rec.spare.extend(self.operations.private.take(spare))
+        rec.nodes, rec.state = use, LeaseState.RESTORING
+        rec.tail, rec.tail_ok = tail, checkpoint is None
+        res.touch(use)
+        return self.plan(rec, missing, checkpoint, [])
+
+    def _windows_at(self, pages: int) -> range:
+        """Window pages that a lease standing at the end of ``pages`` pages reads."""
+        g = self.geometry
+        if not g.window or not pages:
+            return range(0)
+        end = pages * g.page_tokens
+        return range(max(0, end - g.window + 1) // g.window_page, (end - 1) // g.window_page + 1)
+
+    def plan(
+        self,
+        rec: LeaseRecord,
+        missing: list[Node],
+        checkpoint: Copy | None,
+        parked: Sequence[Move],
+        *,
+        clear: bool = True,
+    ) -> list[Op]:
+        """The operations that bring up ``missing`` pages and the lease's tail."""
+        res, operations = self.residency, self.operations
+        op_id = operations.next_id()
+        moves: list[Move] = []
+        frames = res.pools[GPU].take(len(missing))
+        targets = [
+            res.attach(n, GPU, (f,), op_id) for n, f in zip(missing, frames, strict=True)
+        ]
+        sources = [res.best(n) for n in missing]
+        vias = self._vias(missing, op_id)
+        for n, source, target in zip(missing, sources, targets, strict=True):
+            assert source is not None, "I9"
+            rec.origins.setdefault(n, TIERS[source.tier])
+            moves.append(self._move(n, source, target, vias.get(n)))
+        if checkpoint is not None:
+            moves.append(self._tail_move(rec, checkpoint))
+        moves += parked
+        if parked:
+            assert rec.parked is not None
+            rec.parked.op_id = op_id
+        for n in rec.nodes:
+            copy = n.copies[GPU]
+            assert copy is not None
+            if copy.writer:
+                rec.waits.add(copy.writer)
+                if copy.writer != op_id:
+                    rec.origins.setdefault(n, self._origin_of(copy))
+            else:
+                rec.origins.setdefault(n, Tier.GPU)
+        ops: list[Op] = []
+        if self.geometry.has_tails and checkpoint is None and clear:
+            assert rec.tail is not None
+            part = Part(Kind.TAIL, Tier.GPU, (), Tier.GPU, rec.tail.frames(range(0)))
+            ops.append(
+                operations.start(operations.next_id(), OpKind.CLEAR, [Move(part, tail=rec.tail)])
+            )
+        if moves:
+            ops.append(operations.start(op_id, OpKind.RESTORE, moves))
+            rec.waits.add(op_id)
+        if not rec.waits and rec.parked is None:
+            ops += self.settle(rec)
+        return ops
+
+    def _vias(self, missing: Sequence[Node], op_id: int) -> dict[Node, Copy]:
+        """Host copies made on the way up for pages that only the disk has."""
+        res = self.residency
+        todo = [n for n in missing if n.copies[CPU] is None]
+        if not todo or not self.geometry.cpu_frames:
+            return {}
+        above = todo[0].parent
+        guard = above.copies[CPU] if above is not None else None
+        if above is not None and above.depth and guard is None:
+            return {}
+        held = [c for n in missing if (c := res.best(n)) is not None]
+        for c in [*held, *([guard] if guard is not None else [])]:
+            c.readers += 1
+        fits = res.make_room(CPU, len(todo))
+        for c in [*held, *([guard] if guard is not None else [])]:
+            c.readers -= 1
+        frames = res.pools[CPU].take(fits)
+        return {
+            n: res.attach(n, CPU, (f,), op_id) for n, f in zip(todo, frames, strict=False)
+        }
+
+    def _move(self, n: Node, source: Copy, target: Copy, via: Copy | None) -> Move:
+        if source.tier != DISK:
+            return Move(history_part(source, target), source, (target,))
+        res = self.residency
+        key = res.digest(n)
+        assert n.parent is not None
+        part = history_part(
+            source, target, via, key=key, parent=n.parent.digest, tokens=n.page(res.tree.stride)
+        )
+        return Move(part, source, (target,) if via is None else (target, via))
+
+    def _tail_move(self, rec: LeaseRecord, checkpoint: Copy) -> Move:
+        """From a checkpoint into the lease's own tail."""
+        node, tail = rec.nodes[-1], rec.tail
+        assert tail is not None
+        checkpoint.expendable = False  # one that served a hit has earned its place
+        on_disk = checkpoint.tier == DISK
+        digest = self.residency.digest(node) if on_disk else b""
+        part = Part(
+            Kind.CHECKPOINT,
+            TIERS[checkpoint.tier],
+            checkpoint.frames,
+            Tier.GPU,
+            tail.frames(self._windows_at(len(rec.nodes))),
+            live_dst=True,
+            key=checkpoint_key(digest) if on_disk else b"",
+            parent=digest,
+            depth=node.depth,
+            tokens=node.page(self.residency.tree.stride) if on_disk else b"",
+        )
+        return Move(part, checkpoint, (), tail=tail)
+
+    def _origin_of(self, copy: Copy) -> Tier:
+        for m in self.operations.running[copy.writer].moves:
+            if copy in m.targets:
+                return m.part.source
+        raise AssertionError("I3: a filling copy without its writer")
+
+    # ------------------------------------------------------------------ settling
+    def settle(self, rec: LeaseRecord) -> list[Op]:
+        """Everything this lease waited for has ended: stand on what arrived, or plan again."""
+        copies = [n.copies[GPU] for n in rec.nodes]
+        alive = all(n.run is not None for n in rec.nodes)
+        if alive and rec.tail_ok and all(c is not None and c.ready for c in copies):
+            rec.frames = [c.frames[0] for c in copies if c is not None]
+            rec.owned = [False] * len(rec.frames)
+            self.activate(rec)
+            return []
+        path = rec.nodes
+        self.residency.pin(path)  # so that letting go does not tidy away what is still good
+        self.let_go(rec)
+        ops = self.bring_up(rec, path)
+        self.residency.unpin(path)
+        return ops
+
+    def activate(self, rec: LeaseRecord) -> None:
+        page = self.geometry.page_tokens
+        if not rec.length:
+            rec.length = len(rec.nodes) * page
+            rec.tokens = bytearray(rec.prompt.data[: rec.length * 4])
+        rec.frames += rec.spare
+        rec.owned += [True] * len(rec.spare)
+        rec.spare = []
+        rec.capacity = len(rec.frames) * page
+        rec.state = LeaseState.ACTIVE
+        self.tables.lengths[rec.row] = rec.length
+        self.tables.put(rec.row, 0, rec.frames)
+        if rec.tail is not None:
+            for number, frame in rec.tail.windows.items():
+                self.tables.put_window(rec.row, number, frame)
+        rec.cached_tokens = rec.length
+        rec.restored = dict.fromkeys((Tier.GPU, Tier.CPU, Tier.DISK), 0)
+        for n in rec.nodes:
+            rec.restored[rec.origins.get(n, Tier.GPU)] += page
+        rec.origins = {}
+        if not rec.counted:
+            rec.counted = True
+            for tier, tokens in rec.restored.items():
+                self.hit_tokens[tier] += tokens
+            self.computed_tokens += len(rec.prompt) - rec.length
+        self.settled.append(rec)
+
+    def let_go(self, rec: LeaseRecord) -> None:
+        """The one way a lease lets go of nodes, pages and tail, whatever state it is in.  Spare
+        pages stay: they are not part of what a restore can lose."""
+        for frame, own in zip(reversed(rec.frames), reversed(rec.owned), strict=True):
+            if own:
+                self.operations.private.drop(frame)
+        rec.frames, rec.owned, rec.capacity, rec.length = [], [], -1, 0
+        rec.waits = set()
+        nodes, rec.nodes = rec.nodes, []
+        self.residency.unpin(nodes)
+        if rec.tail is not None:
+            self.tails.disown(rec.tail)
+            rec.tail = None
+        self.tables.clear(rec.row)
+
+    # ------------------------------------------------------------------ prefetch
+    def prefetch(self, rec: PrefetchRecord) -> list[Op]:
+        """Bring what is only on disk up to the host; pages already there count as they are."""
+        res, operations = self.residency, self.operations
+        op_id = operations.next_id()
+        missing = [n for n in rec.nodes if n.copies[GPU] is None and n.copies[CPU] is None]
+        vias = self._vias(missing, op_id)
+        moves: list[Move] = []
+        for n in missing:
+            source = n.copies[DISK]
+            if n not in vias or source is None:
+                break
+            moves.append(self._move(n, source, vias[n], None))
+        rec.waits = {
+            c.writer for n in rec.nodes for c in n.copies[:2] if c is not None and c.writer
+        }
+        ops: list[Op] = []
+        if moves:
+            ops.append(operations.start(op_id, OpKind.RESTORE, moves))
+            rec.waits.add(op_id)
+        if not rec.waits:
+            self.settle_prefetch(rec)
+        return ops
+
+    def settle_prefetch(self, rec: PrefetchRecord) -> None:
+        count = 0
+        for n in rec.nodes:
+            if n.run is None or not any(c is not None and c.ready for c in n.copies[:2]):
+                break
+            count += 1
+        rec.tokens, rec.done = count * self.geometry.page_tokens, True
+        self.settled.append(rec)
+
+
+def disk_pages(
+    residency: Residency, last: Node, data: bytes, extras: dict[int, bytes], first: int, limit: int
+) -> tuple[int, bytes]:
+    """How many pages from ``first`` on are only on disk (at most up to ``limit``), and the key of
+    the last.  Changes nothing."""
+    disk, stride = residency.disk, residency.tree.stride
+    if disk is None or not disk.rows or first >= limit:
+        return 0, b""
+    key, page = residency.digest(last), first
+    while page < limit:
+        tokens = data[page * stride : (page + 1) * stride]
+        longer = page_key(key, tokens, extras.get(page, b""))
+        if disk.find(longer) < 0:
+            break
+        key, page = longer, page + 1
+    return page - first, key

@@ -1,0 +1,286 @@
+"""The radix tree: which token sequences are known.  Fixed stride of one page, no splits.
+
+Pages inserted together share a *run*: their token bytes in one piece and the list of their
+nodes.  A walk compares a whole run with one memory compare and bisects on a mismatch.  Within a
+run a node's successor is the next in the list; every other child hangs in ``children``, so a
+branch can attach to any node and no node ever moves.
+
+Knows tokens and structure only: what a node's copies mean is ``residency``'s business.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvtier.types import Identity
+
+if TYPE_CHECKING:
+    from kvtier.core.residency import Copy
+
+__all__ = ["Node", "RadixTree", "Run"]
+
+_RUN_BYTES = 1 << 16
+"""A run longer than this is not extended: extending copies it."""
+
+
+class Run:
+    """Pages inserted together.  ``tokens`` may be longer than ``nodes`` after eviction."""
+
+    __slots__ = ("head", "nodes", "parent", "tokens")
+
+    def __init__(self, parent: "Node", head: bytes, tokens: bytes) -> None:
+        self.parent = parent
+        self.head = head
+        """The key under which the first node hangs in ``parent.children``."""
+        self.tokens = tokens
+        self.nodes: list[Node] = []
+
+
+class Node:
+    """One page.  A root (depth 0) stands for an identity and holds no page."""
+
+    __slots__ = (
+        "children",
+        "copies",
+        "depth",
+        "digest",
+        "expires",
+        "hits",
+        "index",
+        "keeps",
+        "kids",
+        "parent",
+        "pins",
+        "priority",
+        "run",
+        "tick",
+    )
+
+    run: "Run | None"
+    """None once the node has left the tree (and for roots)."""
+    children: "dict[bytes, Node] | None"
+    copies: "list[Copy | None]"
+    """By ``residency`` slot: history and checkpoint, in each tier."""
+    kids: list[int]
+    """Per tier: how many children have a history copy there."""
+    expires: float
+    """When its time to live ends; negative until a lease has said."""
+    digest: bytes
+    """Chained key, computed when first needed; a root's is its chain root."""
+
+    def __init__(self, parent: "Node | None", run: "Run | None", index: int, depth: int) -> None:
+        self.parent = parent
+        self.run = run
+        self.index = index
+        self.depth = depth
+        self.children = None
+        self.copies = [None, None, None, None, None, None]
+        self.kids = [0, 0, 0]
+        self.pins = 0
+        self.keeps = 0
+        self.tick = 0
+        self.hits = 0
+        self.priority = 0
+        self.expires = -1.0
+        self.digest = b""
+
+    @property
+    def dead(self) -> bool:
+        """Left the tree: nothing can match it any more."""
+        return self.run is None
+
+    def successor(self) -> "Node | None":
+        if self.run is not None and self.index + 1 < len(self.run.nodes):
+            return self.run.nodes[self.index + 1]
+        return None
+
+    def offspring(self) -> "list[Node]":
+        """All children, in-run successor first."""
+        out = [n] if (n := self.successor()) is not None else []
+        if self.children:
+            out.extend(self.children.values())
+        return out
+
+    def page(self, stride: int) -> bytes:
+        """The page's own packed tokens."""
+        assert self.run is not None
+        return self.run.tokens[self.index * stride : (self.index + 1) * stride]
+
+    def extra(self, stride: int) -> bytes:
+        """What its spans add to the key; pages with spans are runs of one page."""
+        assert self.run is not None
+        return self.run.head[stride:] if self.index == 0 else b""
+
+
+class RadixTree:
+    """All known prefixes, by identity."""
+
+    __slots__ = ("num_nodes", "roots", "stride")
+
+    def __init__(self, page_tokens: int) -> None:
+        self.stride = page_tokens * 4
+        self.roots: dict[Identity, Node] = {}
+        self.num_nodes = 0
+
+    def root(self, identity: Identity) -> Node:
+        root = self.roots.get(identity)
+        if root is None:
+            root = self.roots[identity] = Node(None, None, 0, 0)
+        return root
+
+    # ------------------------------------------------------------------ reading
+    def walk(
+        self, node: Node, data: bytes, extras: Mapping[int, bytes] | None = None, start: int = 0
+    ) -> tuple[list[tuple[list[Node], int, int]], int, Node]:
+        """Follow ``data`` (packed tokens) from page ``start`` on, beginning below ``node``.
+
+        Returns segments ``(nodes, first, stop)`` of the path found, the number of pages in it and
+        its last node.  Changes nothing.
+        """
+        stride = self.stride
+        first_byte = pos = start * stride
+        end = len(data) // stride * stride
+        found: list[tuple[list[Node], int, int]] = []
+        run, index = node.run, node.index + 1  # continue in the middle of a run, once
+        while pos < end:
+            if run is None or index >= len(run.nodes) or (extras and pos // stride in extras):
+                key = data[pos : pos + stride]
+                if extras:
+                    key += extras.get(pos // stride, b"")
+                child = node.children.get(key) if node.children else None
+                if child is None:
+                    break
+                run, index, known = child.run, 0, 1
+                assert run is not None
+            else:
+                known = 0
+            nodes = run.nodes
+            count = len(nodes)
+            tokens = run.tokens
+            if index == 0 and len(tokens) == count * stride and not extras and data.startswith(tokens, pos):
+                stop = count
+            else:
+                stop = index + self._common(run, index, known, data, pos, end, extras)
+                if stop == index:
+                    run = None
+                    continue
+            found.append((nodes, index, stop))
+            pos += (stop - index) * stride
+            node = nodes[stop - 1]
+            run = None
+        return found, (pos - first_byte) // stride, node
+
+    def _common(
+        self,
+        run: Run,
+        index: int,
+        known: int,
+        data: bytes,
+        pos: int,
+        end: int,
+        extras: Mapping[int, bytes] | None,
+    ) -> int:
+        """How many pages of ``run`` from ``index`` on equal ``data`` from ``pos`` on."""
+        stride, tokens = self.stride, run.tokens
+        high = min(len(run.nodes) - index, (end - pos) // stride)
+        if extras:  # a page with a span is a run of its own: stop before the next
+            page = pos // stride
+            high = min([high, *(e - page for e in extras if e > page)])
+        low, base = known, index * stride
+        while low < high:
+            mid = (low + high + 1) // 2
+            a, b = low * stride, mid * stride
+            if data[pos + a : pos + b] == tokens[base + a : base + b]:
+                low = mid
+            else:
+                high = mid - 1
+        return low
+
+    def iterate(self, node: Node) -> Iterator[Node]:
+        """All nodes below ``node``, parents before children."""
+        stack = node.offspring()
+        while stack:
+            n = stack.pop()
+            yield n
+            stack.extend(n.offspring())
+
+    # ------------------------------------------------------------------ writing
+    def extend(
+        self, node: Node, data: bytes, start: int, extras: Mapping[int, bytes] | None = None
+    ) -> list[Node]:
+        """The nodes of pages ``start`` .. end of ``data`` below ``node``; makes those missing."""
+        segments, count, node = self.walk(node, data, extras, start)
+        out = [n for nodes, first, stop in segments for n in nodes[first:stop]]
+        stride = self.stride
+        page, last = start + count, len(data) // stride
+        while page < last:
+            stop = page + 1
+            if not extras or page not in extras:
+                stop = last if not extras else min([e for e in extras if e > page], default=last)
+                stop = min(stop, last)
+            out.extend(self._append(node, data[page * stride : stop * stride],
+                                    extras.get(page, b"") if extras else b""))
+            node, page = out[-1], stop
+        return out
+
+    def _append(self, parent: Node, tokens: bytes, extra: bytes) -> list[Node]:
+        stride, run = self.stride, parent.run
+        count = len(tokens) // stride
+        if (
+            run is not None
+            and not extra
+            and parent.index + 1 == len(run.nodes)
+            and len(run.head) == stride
+            and len(run.tokens) <= _RUN_BYTES
+        ):
+            run.tokens = run.tokens[: len(run.nodes) * stride] + tokens
+        else:
+            head = tokens[:stride] + extra
+            run = Run(parent, head, tokens)
+            if parent.children is None:
+                parent.children = {}
+            assert head not in parent.children
+        first, depth = len(run.nodes), parent.depth
+        nodes, node = run.nodes, parent
+        for i in range(count):
+            node = Node(node, run, first + i, depth + 1 + i)
+            nodes.append(node)
+        if first == 0:
+            assert parent.children is not None
+            parent.children[run.head] = nodes[0]
+        self.num_nodes += count
+        return nodes[first:]
+
+    def remove_leaf(self, node: Node) -> None:
+        """Take a childless node out of the tree."""
+        run = node.run
+        assert run is not None and run.nodes[-1] is node and not node.children, "I7"
+        run.nodes.pop()
+        if not run.nodes:
+            siblings = run.parent.children
+            assert siblings is not None
+            del siblings[run.head]
+            if not siblings:
+                run.parent.children = None
+        elif len(run.tokens) > 2 * len(run.nodes) * self.stride:
+            run.tokens = run.tokens[: len(run.nodes) * self.stride]
+        node.run = None
+        self.num_nodes -= 1
+
+    def remove_subtree(self, node: Node) -> list[Node]:
+        """Take a node and everything below it out of the tree; children before parents."""
+        gone = [node, *self.iterate(node)]
+        gone.reverse()
+        for n in gone:
+            self.remove_leaf(n)
+        return gone
+
+
+def path_to(node: Node) -> Sequence[Node]:
+    """The nodes from the first page to ``node``."""
+    out: list[Node] = []
+    at: Node | None = node
+    while at is not None and at.depth:
+        out.append(at)
+        at = at.parent
+    out.reverse()
+    return out

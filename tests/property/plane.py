@@ -1,0 +1,249 @@
+"""A data plane of fake bytes for the core: every row says for which tokens it was written.
+
+Copies run late, in any order, wholly, partly or not at all; what is not delivered leaves garbage
+behind; free frames are poisoned.  A lease that would read anything but its own prefix is the
+failure every test here looks for (I8).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtier.core.geometry import Geometry
+from kvtier.core.leases import LeaseRecord
+from kvtier.core.machine import CacheCore
+from kvtier.core.ops import Kind, Op, OpKind, Part
+from kvtier.seams import ENTRY
+from kvtier.types import LeaseState, Tier
+
+GARBAGE = "garbage"
+Row = tuple[int, Any, tuple[int, ...]]  # (epoch, identity, prefix)
+
+
+class FakeDisk:
+    """Records by key; refuses orphans, as a store must."""
+
+    def __init__(self) -> None:
+        self.records: dict[bytes, tuple[bytes, int, int, bool, bytes, Any]] = {}
+
+    def put(self, parts: tuple[Part, ...], payloads: list[Any], frames: int) -> bool:
+        group: dict[bytes, Any] = {}
+        for part, payload in zip(parts, payloads, strict=True):
+            tail = part.kind is Kind.CHECKPOINT
+            needs = tail or part.depth > 1
+            if needs and part.parent not in self.records and part.parent not in group:
+                return False
+            group[part.key] = (part.parent, part.depth, frames if tail else 1, tail, part.tokens, payload)
+        for key, record in group.items():
+            self.records.setdefault(key, record)
+        return True
+
+    def scan(self) -> np.ndarray:
+        out = np.zeros(len(self.records), dtype=ENTRY)
+        for i, (key, (parent, depth, frames, tail, _, _)) in enumerate(self.records.items()):
+            out[i] = (np.void(key), np.void(parent), i, depth, frames, tail)
+        return out
+
+    def orphans(self) -> list[bytes]:
+        return [
+            k
+            for k, (parent, depth, _, tail, _, _) in self.records.items()
+            if (tail or depth > 1) and parent not in self.records
+        ]
+
+
+class FakePlane:
+    """Runs the core's operations on fake bytes."""
+
+    def __init__(self, geometry: Geometry, disk: FakeDisk) -> None:
+        self.geometry = geometry
+        self.disk = disk
+        self.history: dict[tuple[Tier, int], Any] = {}
+        self.checkpoints: dict[int, Any] = {}  # device checkpoint frames
+        self.windows: dict[int, dict[int, Any]] = {}
+        self.states: dict[int, Any] = {}
+        self.live: dict[int, Op] = {}
+        self.read: dict[tuple[int, int], Any] = {}  # (op, part) -> what its source held when read
+
+    # ------------------------------------------------------------------ operations
+    def start(self, ops: list[Op], *, early: bool = False) -> None:
+        for op in ops:
+            assert op.id not in self.live, "an op id used twice"
+            self.live[op.id] = op
+            if op.kind is OpKind.COPY:
+                for part in op.parts:
+                    self._write(part, self._source(part))
+            elif op.kind is OpKind.CLEAR:
+                for part in op.parts:
+                    self.states[part.dst[0]] = ()
+            elif op.kind in (OpKind.PACK, OpKind.RESTORE):
+                for i, part in enumerate(op.parts):
+                    if early and op.kind is OpKind.RESTORE:
+                        self.read[op.id, i] = self._source(part)
+                    self._write(part, GARBAGE)  # half-written until delivered
+
+    def pack(self, op_id: int) -> None:
+        for i, part in enumerate(self.live[op_id].parts):
+            self.read[op_id, i] = self._source(part)
+
+    def can_finish(self, op_id: int) -> bool:
+        """STORE and DROP take effect in the order of their start."""
+        op = self.live[op_id]
+        if op.kind not in (OpKind.STORE, OpKind.DROP):
+            return True
+        return op_id == min(i for i, o in self.live.items() if o.kind in (OpKind.STORE, OpKind.DROP))
+
+    def finish(self, op_id: int, delivered: int | None) -> int:
+        """Carry an operation out up to ``delivered`` parts (None: all); returns how many were."""
+        op = self.live[op_id]
+        n = len(op.parts) if delivered is None else min(delivered, len(op.parts))
+        if op.kind is OpKind.DROP:
+            for part in op.parts:
+                self.disk.records.pop(part.key, None)
+            n = len(op.parts)
+        elif op.kind is OpKind.STORE:
+            n = len(op.parts) if n == len(op.parts) else 0
+            payloads = [self._source(p) for p in op.parts]
+            if n and not self.disk.put(op.parts, payloads, self.geometry.checkpoint_frames):
+                n = 0
+        elif op.kind is OpKind.RESTORE:
+            for i, part in enumerate(op.parts[:n]):
+                value = self.read.get((op_id, i), None) or self._source(part)
+                if value is None or value == GARBAGE:
+                    n = i
+                    break
+                self._write(part, value)
+        elif op.kind is OpKind.PACK:
+            for i, part in enumerate(op.parts[:n]):
+                self._write(part, self.read.get((op_id, i)) or self._source(part))
+        del self.live[op_id]
+        for i in range(len(op.parts)):
+            self.read.pop((op_id, i), None)
+        return n
+
+    def _source(self, part: Part) -> Any:
+        if part.source is Tier.DISK:
+            record = self.disk.records.get(part.key)
+            if record is None or record[0] != part.parent or record[4] != part.tokens:
+                return None
+            return record[5]
+        if part.live_src:
+            state, *windows = part.src
+            pages = {i: dict(self.windows.get(f, {})) for i, f in enumerate(windows) if f >= 0}
+            return ("tail", self.states.get(state), pages)
+        if part.kind is Kind.CHECKPOINT and part.source is Tier.GPU:
+            return self.checkpoints.get(part.src[0])
+        value = self.history.get((part.source, part.src[0]))
+        return list(value) if isinstance(value, list) else value
+
+    def _write(self, part: Part, value: Any) -> None:
+        if part.target is Tier.DISK:
+            return
+        if part.live_dst:
+            self._write_tail(part, value)
+        elif part.target is Tier.GPU and part.kind is Kind.CHECKPOINT:
+            self.checkpoints[part.dst[0]] = value
+        elif part.target is Tier.GPU:
+            self.history[Tier.GPU, part.dst[0]] = list(value) if isinstance(value, list) else value
+        else:
+            for frame in part.dst:
+                self.history[Tier.CPU, frame] = value
+        for frame in part.via:
+            self.history[Tier.CPU, frame] = value
+
+    def _write_tail(self, part: Part, value: Any) -> None:
+        state, *windows = part.dst
+        if value == GARBAGE:
+            self.states[state] = GARBAGE
+            for frame in windows:
+                if frame >= 0:
+                    self.windows[frame] = {}
+            return
+        _, content, pages = value
+        self.states[state] = content
+        for index, frame in enumerate(windows):
+            if frame >= 0:
+                self.windows[frame] = dict(pages.get(index, {}))
+
+    # ------------------------------------------------------------------ the "kernels"
+    def write_token(self, core: CacheCore, rec: LeaseRecord, row: Row) -> None:
+        """One token's rows, at position ``len(prefix) - 1``, as a forward pass writes them."""
+        position, page = len(row[2]) - 1, self.geometry.page_tokens
+        frame = rec.frames[position // page]
+        assert rec.owned[position // page], "a kernel would write a shared page"
+        assert core.operations.private.refs[frame] == 1, "a kernel would write a forked page"
+        assert core.block_tables[rec.row, position // page] == frame
+        held = self.history.get((Tier.GPU, frame))
+        rows = list(held)[: position % page] if isinstance(held, list) else []
+        self.history[Tier.GPU, frame] = rows + [row]
+        g = self.geometry
+        if g.window:
+            assert rec.tail is not None
+            for p in range(max(0, position - g.window + 1), position + 1):
+                assert p // g.window_page in rec.tail.windows, "a window page a query reads is gone"
+            window = rec.tail.windows[position // g.window_page]
+            assert core.window_tables[rec.row, position // g.window_page] == window
+            self.windows.setdefault(window, {})[position] = row
+        if g.has_tails:
+            assert rec.tail is not None
+            self.states[rec.tail.state] = row
+
+    def capture(self, rec: LeaseRecord, position: int, frame: int) -> None:
+        """Copy the live tail, which stands at ``position`` tokens, to a checkpoint frame."""
+        assert rec.tail is not None
+        g = self.geometry
+        pages: dict[int, dict[int, Any]] = {}
+        first = max(0, position - g.window + 1)
+        for p in range(first, position) if g.window else ():
+            index = p // g.window_page - first // g.window_page
+            row = self.windows[rec.tail.windows[p // g.window_page]][p]
+            pages.setdefault(index, {})[p] = row
+        self.checkpoints[frame] = ("tail", self.states[rec.tail.state], pages)
+
+    # ------------------------------------------------------------------ checks
+    def poison(self, core: CacheCore) -> None:
+        """Nothing may depend on a free frame."""
+        for tier, slot in ((Tier.GPU, 0), (Tier.CPU, 1)):
+            for frame in core.residency.pools[slot]._free:
+                self.history[tier, frame] = GARBAGE
+        for frame in core.residency.pools[3]._free:
+            self.checkpoints[frame] = GARBAGE
+        for frame in core.tails.windows._free:
+            self.windows[frame] = {}
+        for slot in core.tails.states._free:
+            self.states[slot] = GARBAGE
+
+    def check_lease(self, core: CacheCore, rec: LeaseRecord, epoch: int) -> None:
+        """Every byte an active lease may read was written for exactly its tokens."""
+        if rec.state is not LeaseState.ACTIVE:
+            return
+        page = self.geometry.page_tokens
+        prefix = tuple(np.frombuffer(bytes(rec.tokens), dtype="<i4").tolist())
+        assert len(prefix) == rec.length
+
+        def right(row: Any, upto: int) -> bool:
+            return (
+                isinstance(row, tuple)
+                and row[0] >= epoch
+                and row[1:] == (rec.identity, prefix[:upto])
+            )
+
+        for i in range(rec.length):
+            rows = self.history[Tier.GPU, rec.frames[i // page]]
+            assert isinstance(rows, list) and right(rows[i % page], i + 1), (
+                f"I8: lease {rec.id} would read {rows!r} at {i} of {prefix}"
+            )
+        if self.geometry.has_tails:
+            assert rec.tail is not None
+            state = self.states[rec.tail.state]
+            assert right(state, rec.length) if rec.length else state == (), (
+                f"I8: lease {rec.id} stands on state {state!r}, not {prefix}"
+            )
+        g = self.geometry
+        if g.window:
+            assert rec.tail is not None
+            for p in range(max(0, rec.length - g.window + 1), rec.length):
+                row = self.windows[rec.tail.windows[p // g.window_page]].get(p)
+                assert right(row, p + 1), f"I8: lease {rec.id}: window row {p} is {row!r}"
