@@ -25,12 +25,18 @@ Place = tuple[HostArena, tuple[int, ...]]
 
 
 def size_of(layout: Layout, part: Part) -> int:
-    """Bytes of the record that a part moves."""
+    """Bytes of the record that a part moves.
+
+    A checkpoint has one size in every tier, also near the start of a sequence, where a live tail
+    takes or gives fewer window pages than it has room for.  A parked tail, which is never on
+    disk, has as many as the live one that it pairs with.
+    """
     if part.kind is Kind.HISTORY:
         return layout.page_bytes()
-    for tier, frames, source in ((part.source, part.src, True), (part.target, part.dst, False)):
-        if tier is Tier.GPU and is_live(part, source=source):
-            return layout.tail_bytes(len(frames) - 1)
+    if Tier.DISK not in (part.source, part.target):
+        for tier, frames, source in ((part.source, part.src, True), (part.target, part.dst, False)):
+            if tier is Tier.GPU and is_live(part, source=source):
+                return layout.tail_bytes(len(frames) - 1)
     return layout.checkpoint_bytes()
 
 
@@ -75,6 +81,8 @@ class Packer:
                 pack_pages(self._pool.history, pages, self._staging.frames, rows)
             for part, held in zip(parts, slots, strict=True):
                 if part.kind is not Kind.HISTORY:
+                    if size_of(self._layout, part) > len(held) * self._host.frame_bytes:
+                        raise ValueError(f"a tail of {part.src} does not fit {len(held)} frames")
                     tail = self._pool.spans(part.kind, part.src, live=is_live(part, source=True))
                     copy_spans(tail, self._staging.spans(held))
         return self._streams.mark(Lane.PACK)

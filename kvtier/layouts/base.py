@@ -119,6 +119,12 @@ class Layout:
                     f"component {c.name!r}: {c.slots_per_page} slots of {c.tokens_per_slot} tokens "
                     f"do not make a page of {page} tokens"
                 )
+        for c in self.windows:
+            if page % c.slots_per_page:
+                raise ConfigError(
+                    f"component {c.name!r}: window pages of {c.slots_per_page} slots do not end "
+                    f"where a page of {page} tokens does"
+                )
         # One table of window pages serves all of them.
         if len({(c.window, c.slots_per_page) for c in self.windows}) > 1:
             raise ConfigError(f"window components must agree on window and slots: {self.windows}")

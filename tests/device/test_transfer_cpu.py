@@ -389,6 +389,31 @@ def test_tails_through_checkpoint_frames_host_and_disk() -> None:
         assert set(p.pool.checkpoints[0].tolist()) == {255}
 
 
+def test_checkpoints_near_the_start_hold_fewer_window_pages() -> None:
+    """The record has its full size in every tier; the live tail takes the pages it lists."""
+    with plane(TAILED, TAILED_GEOMETRY) as p:
+        want = fill_tail(p, (1, 4), seed=5)
+        p.pool.poison(Kind.CHECKPOINT, [0], live=False)
+        capture = Part(Kind.CHECKPOINT, GPU, (1, 4), GPU, (0,), live_src=True)
+        p.start(OpKind.COPY, capture).wait()
+        p.start(OpKind.PACK, down(0, 0), Part(Kind.CHECKPOINT, GPU, (0,), CPU, (2, 1))).wait()
+        ck = {"key": key(99), "parent": key(1), "depth": 1, "tokens": b"t"}
+        keep = Part(Kind.CHECKPOINT, CPU, (2, 1), DISK, (7, 8), **ck)  # type: ignore[arg-type]
+        assert p.start(OpKind.STORE, to_disk(1, 0), keep).delivered == 2
+        for source, src in ((CPU, (2, 1)), (DISK, (7, 8))):
+            p.pool.poison_all()
+            part = Part(Kind.CHECKPOINT, source, src, GPU, (2, 6), live_dst=True, **ck)  # type: ignore[arg-type]
+            assert p.start(OpKind.RESTORE, part).delivered == 1
+            assert tail(p, (2, 6)) == want
+
+
+def test_a_tail_that_does_not_fit_its_frames_is_not_cut_off() -> None:
+    with plane(TAILED, TAILED_GEOMETRY) as p:
+        part = Part(Kind.CHECKPOINT, GPU, (0, 1, 2), CPU, (5,), live_src=True)
+        assert p.start(OpKind.PACK, part).delivered == 0
+        assert p.start(OpKind.PACK, down(0, 0)).delivered == 1
+
+
 def test_parked_tails_keep_what_they_hold() -> None:
     """A window page that is not held (-1) is neither read nor written."""
     with plane(TAILED, TAILED_GEOMETRY) as p:

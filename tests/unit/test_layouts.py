@@ -190,6 +190,8 @@ def test_bad_layouts() -> None:
             component("a", Share.TAIL, window=8),
             component("b", Share.TAIL, window=9),
         )
+    with pytest.raises(ConfigError, match="do not end where"):
+        layout(component(), component("a", Share.TAIL, window=8, slots_per_page=32))
     for bad in ({"dtype": "uint8"}, {"rope_layout": "pairs"}, {"layers": 0}, {"max_draft": -1}):
         with pytest.raises(ConfigError):
             mla(**{"layers": 1, "latent_dim": 8, "rope_dim": 8, **bad})  # type: ignore[arg-type]
