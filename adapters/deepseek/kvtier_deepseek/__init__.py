@@ -11,13 +11,16 @@ from kvtier_deepseek.attach import Adapter, StepReport, attach, backends
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.metadata import validate_step
+from kvtier_deepseek.runner import Generation, generate
 
 __all__ = [
     "Adapter",
+    "Generation",
     "StepReport",
     "UnsupportedModel",
     "attach",
     "backends",
+    "generate",
     "layout_for",
     "validate_step",
 ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast, final
 import torch
 from torch import Tensor, nn
 
-from kvtier import KVTierError, LayoutMismatch
+from kvtier import KVTierError, LayoutMismatch, TokenError
 from kvtier.kernels import Case, HeadDims, select_all, table, workspace_rows
 from kvtier.layouts import Layout
 from kvtier_deepseek import structure
@@ -151,13 +151,14 @@ class Adapter:
 
         Returns logits (batch, vocab) of each sequence's last token, or (tokens, vocab) with
         ``all_logits``; none for padding rows.  ``pad_to`` is passed on to ``step.to_device``.
-        Raises KVTierError after ``detach`` and where a layer did not take part, LayoutMismatch for
-        inconsistent hand-made metadata.
+        Raises KVTierError after ``detach`` and where a layer did not take part, TokenError for an
+        id outside the vocabulary, LayoutMismatch for inconsistent hand-made metadata.
         """
         if not self._overrides:
             raise KVTierError("this adapter is detached; attach the model again")
         if not _made_by_kvtier(step):
             validate_step(step, page_tokens=self._layout.page_tokens)
+        self._check_ids(step)
         device = step.to_device(pad_to=pad_to)
         tokens = int(step.input_ids.shape[0])
         ends = torch.from_numpy(step.cu_seqlens_q[1:].astype("int64")) - 1
@@ -211,9 +212,20 @@ class Adapter:
             if vars(override.module).get("forward") is override:
                 del override.module.forward
 
+    def _check_ids(self, step: StepLike) -> None:
+        """On an accelerator an id past the embedding would take the whole context down."""
+        largest, vocab = int(step.input_ids.max(initial=0)), self._vocab_size
+        if largest >= vocab:
+            raise TokenError(f"token id {largest} is not in the model's vocabulary of {vocab}")
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(cast(Any, self._model).config.vocab_size)
+
     def _no_logits(self, device: torch.device) -> Tensor:
-        vocab = int(cast(Any, self._model).config.vocab_size)
-        return torch.empty(0, vocab, dtype=next(self._model.parameters()).dtype, device=device)
+        return torch.empty(
+            0, self._vocab_size, dtype=next(self._model.parameters()).dtype, device=device
+        )
 
     def __enter__(self) -> Self:
         return self
