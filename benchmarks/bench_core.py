@@ -109,7 +109,11 @@ def _layout(page: int) -> Layout:
 
 def _open(page: int, pages: int, *, disk: bool = False, leases: int = 256) -> Cache:
     layout = _layout(page)
-    config = CacheConfig(gpu_bytes=pages * layout.page_bytes(), max_leases=leases)
+    config = CacheConfig(
+        gpu_bytes=pages * layout.page_bytes(),
+        cpu_bytes="1MiB" if disk else 0,  # pages reach the disk through host memory
+        max_leases=leases,
+    )
     stores = {Tier.DISK: Index(100_000)} if disk else {}
     return Cache(layout, config, model="benchmark", device="cpu", transfer=Instant(), stores=stores)
 

@@ -4,9 +4,7 @@
 ``kvtier.kernels`` and ``kvtier.testing`` is public.
 """
 
-import importlib
-from typing import Any
-
+from kvtier.cache import Cache
 from kvtier.config import (
     Adaptive,
     CacheConfig,
@@ -30,7 +28,9 @@ from kvtier.errors import (
     StoreLocked,
     TokenError,
 )
+from kvtier.lease import Lease, Pin
 from kvtier.seams import Record, Store, Transfer
+from kvtier.step import DeviceStep, LayerView, Step, StepBuffers
 from kvtier.tokens import TokenBuffer, Tokens, pack
 from kvtier.types import (
     CacheStats,
@@ -95,19 +95,3 @@ __all__ = [
     "pack",
 ]
 __version__ = "0.1.0.dev0"
-
-_FACE = {
-    "Cache": "kvtier.cache",
-    "Pin": "kvtier.cache",
-    "Lease": "kvtier.lease",
-    "Step": "kvtier.step",
-    "StepBuffers": "kvtier.step",
-    "DeviceStep": "kvtier.step",
-    "LayerView": "kvtier.step",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _FACE:
-        return getattr(importlib.import_module(_FACE[name]), name)
-    raise AttributeError(f"module 'kvtier' has no attribute {name!r}")

@@ -23,6 +23,8 @@ class Kind(Enum):
 
 
 class OpKind(Enum):
+    """What is to be done with every part of an op."""
+
     PACK = "pack"  # device -> host
     RESTORE = "restore"  # host or disk -> device (or -> host only: a prefetch)
     STORE = "store"  # host -> disk: one transaction, parents first

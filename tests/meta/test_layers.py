@@ -19,11 +19,12 @@ LAYERS = [
     {"seams", "sizing"},
     {"kernels", "stores", "exchange"},
     {"data"},
-    {"pump", "step", "metrics", "assembly"},
+    {"pump", "step", "metrics"},
     {"lease"},
-    {"stepping"},
+    {"assembly", "stepping"},
     {"cache"},
-    {"testing", "cli", "__init__"},
+    {"testing", "__init__"},
+    {"cli"},
 ]
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 PURE = {"errors", "types", "tokens", "config", "layouts", "core", "seams", "sizing"}

@@ -1,0 +1,353 @@
+"""The disk tier: where payloads should live, how close it comes to a raw file, what opening costs.
+
+Everything is durable: a group of pages counts as written when it would survive a power cut.  At
+each size the contenders run side by side, in turn, on the same directory:
+
+* ``raw``: a preallocated file, direct I/O, one write per page, one fdatasync per group;
+* ``slabs``: ``LmdbStore`` (slab files beside an LMDB index);
+* ``values``: payloads as LMDB values, one synchronous transaction per group.
+
+The baseline of every rate is ``raw`` at the same queue depth: pages written or read by as many
+threads at once.  ``run`` works in the current directory's file system unless told otherwise.
+"""
+
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import xxhash
+
+from benchmarks.harness import Result, summarise
+from kvtier.seams import Read, Record
+from kvtier.stores import LmdbStore
+from kvtier.stores.index import Counters
+from kvtier.stores.record import Row
+
+FINGERPRINT = b"benchmark-store!"
+SIZES = {64 << 10: "64 KiB", 1 << 20: "1 MiB", 4 << 20: "4 MiB"}
+GROUP = 16
+"""Pages per durable group."""
+
+
+def run(quick: bool, where: str | None = None) -> list[Result]:
+    """All results; leaves nothing behind."""
+    results: list[Result] = []
+    with _directory(where) as root:
+        for size, label in SIZES.items():
+            total = (96 if quick else 512) << 20
+            results += _payload(root, size, label, total, repeats=3 if quick else 7)
+        results += _checksum(4 << 20)
+        results += _codec(quick)
+        results += _opening(root, 100_000 if quick else 1_000_000)
+    return results
+
+
+@contextmanager
+def _directory(where: str | None) -> Iterator[str]:
+    root = tempfile.mkdtemp(prefix="kvtier-bench-", dir=where or os.getcwd())
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+class _Pages:
+    """Pages of random bytes in page-aligned memory, and as many frames to read into."""
+
+    def __init__(self, size: int, count: int) -> None:
+        memory = memoryview(mmap.mmap(-1, size * GROUP))
+        memory[:] = np.random.default_rng(0).bytes(size * GROUP)
+        self.sources = [memory[i * size : (i + 1) * size] for i in range(GROUP)]
+        target = memoryview(mmap.mmap(-1, size * GROUP))
+        target[:] = bytes(size * GROUP)
+        self.targets = [target[i * size : (i + 1) * size] for i in range(GROUP)]
+        self.checks = [xxhash.xxh3_128_digest(view) for view in self.sources]
+        self.size = size
+        self.groups = max(count // GROUP, 2)
+
+    def key(self, group: int, i: int) -> bytes:
+        return xxhash.xxh3_128_digest(b"%d/%d" % (group, i))
+
+
+class _Raw:
+    def __init__(self, path: str, pages: _Pages, depth: int) -> None:
+        self.pages, self.pool = pages, ThreadPoolExecutor(depth)
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        os.posix_fallocate(self.fd, 0, pages.size * GROUP * pages.groups)
+
+    def write(self, group: int) -> None:
+        base = group * GROUP
+        list(self.pool.map(lambda i: self._write(base + i, i), range(GROUP)))
+        os.fdatasync(self.fd)
+
+    def _write(self, at: int, i: int) -> None:
+        os.pwrite(self.fd, self.pages.sources[i], at * self.pages.size)
+
+    def read(self, group: int) -> None:
+        base = group * GROUP
+        list(self.pool.map(lambda i: self._read(base + i, i), range(GROUP)))
+
+    def _read(self, at: int, i: int) -> None:
+        os.preadv(self.fd, [self.pages.targets[i]], at * self.pages.size)
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        os.close(self.fd)
+
+
+class _Slabs:
+    def __init__(self, path: str, pages: _Pages, depth: int) -> None:
+        self.pages, self.depth = pages, depth
+        self.pool = ThreadPoolExecutor(depth)
+        room = (pages.size + 8192) * GROUP * (pages.groups + 1) + (8 << 20)
+        self.store = LmdbStore(
+            path, fingerprint=FINGERPRINT, frame_bytes=pages.size, limit_bytes=room
+        )
+
+    def write(self, group: int) -> None:
+        pages = self.pages
+        parent = bytes(16)
+        records = []
+        for i in range(GROUP):
+            key = pages.key(group, i)
+            records.append(
+                Record(
+                    key=key,
+                    parent=parent,
+                    depth=i + 1,
+                    component="history",
+                    tokens=bytes(1024),
+                    payload=(pages.sources[i],),
+                    checksum=pages.checks[i],
+                    size=pages.size,
+                )
+            )
+            parent = key
+        self.store.put_group(records)
+
+    def read(self, group: int) -> None:
+        parts = [range(at, GROUP, self.depth) for at in range(self.depth)]
+        if self.depth > 1:  # each thread takes neighbours, as the cache's own threads do
+            step = GROUP // self.depth
+            parts = [range(at, at + step) for at in range(0, GROUP, step)]
+        done = list(self.pool.map(lambda part: self._read(group, part), parts))
+        assert all(done), "a page came back damaged"
+
+    def _read(self, group: int, part: Sequence[int]) -> bool:
+        pages = self.pages
+        reads = [
+            Read(
+                key=pages.key(group, i),
+                parent=pages.key(group, i - 1) if i else bytes(16),
+                tokens=bytes(1024),
+                views=(pages.targets[i],),
+                size=pages.size,
+            )
+            for i in part
+        ]
+        return all(self.store.read_into(reads))
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        self.store.close()
+
+
+class _Values:
+    def __init__(self, path: str, pages: _Pages, depth: int) -> None:
+        self.pages, self.depth = pages, depth
+        self.pool = ThreadPoolExecutor(depth)
+        room = 2 * pages.size * GROUP * pages.groups + (64 << 20)
+        self.env = lmdb.open(path, subdir=False, map_size=room)
+
+    def write(self, group: int) -> None:
+        with self.env.begin(write=True) as txn:
+            for i in range(GROUP):
+                txn.put(self.pages.key(group, i), self.pages.sources[i])
+
+    def read(self, group: int) -> None:
+        list(self.pool.map(lambda i: self._read(group, i), range(GROUP)))
+
+    def _read(self, group: int, i: int) -> None:
+        with self.env.begin(buffers=True) as txn:
+            self.pages.targets[i][:] = txn.get(self.pages.key(group, i))
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        self.env.close()
+
+
+_CONTENDERS: dict[str, Callable[[str, _Pages, int], "_Raw | _Slabs | _Values"]] = {
+    "raw": _Raw,
+    "slabs": _Slabs,
+    "values": _Values,
+}
+
+
+def _payload(root: str, size: int, label: str, total: int, repeats: int) -> list[Result]:
+    """Write and read rates, the contenders taking turns group by group of repeats."""
+    results = []
+    for depth in (1, 4):
+        pages = _Pages(size, total // size // repeats)
+        writes: dict[str, list[float]] = {name: [] for name in _CONTENDERS}
+        reads: dict[str, list[float]] = {name: [] for name in _CONTENDERS}
+        commits: list[float] = []
+        for turn in range(repeats):
+            for name, make in _CONTENDERS.items():
+                path = os.path.join(root, f"{name}-{size}-{depth}-{turn}")
+                contender = make(path, pages, depth)
+                moved = pages.groups * GROUP * size
+                began = time.perf_counter()
+                for group in range(pages.groups):
+                    at = time.perf_counter()
+                    contender.write(group)
+                    if name == "slabs":
+                        commits.append((time.perf_counter() - at) * 1e3)
+                writes[name].append(moved / (time.perf_counter() - began) / 1e9)
+                _forget_cached(path)
+                began = time.perf_counter()
+                for group in range(pages.groups):
+                    contender.read(group)
+                reads[name].append(moved / (time.perf_counter() - began) / 1e9)
+                contender.close()
+                shutil.rmtree(path, ignore_errors=True)
+                for leftover in Path(root).glob(f"{name}-{size}*"):
+                    leftover.unlink()
+        for what, rates in (("store_write", writes), ("store_read", reads)):
+            base = float(np.median(rates["raw"]))
+            for name, samples in rates.items():
+                params = {"page": label, "place": name, "depth": depth}
+                result = summarise(what, samples, unit="GB/s", params=params)
+                results.append(result if name == "raw" else result.against(base))
+        params = {"page": label, "pages": GROUP, "depth": depth}
+        results.append(summarise("store_group_ms", commits, unit="ms", params=params))
+    return results
+
+
+def _forget_cached(path: str) -> None:
+    """Let the kernel drop the file's pages, so that reads come from the medium."""
+    for where, _, files in os.walk(path) if os.path.isdir(path) else [("", [], [path])]:
+        for name in files:
+            fd = os.open(os.path.join(where, name), os.O_RDONLY)
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def _checksum(size: int) -> list[Result]:
+    """What verification costs, beside what reading alone takes."""
+    data = memoryview(np.random.default_rng(1).bytes(size * 32))
+    samples = []
+    for i in range(32):
+        began = time.perf_counter()
+        xxhash.xxh3_128_digest(data[i * size : (i + 1) * size])
+        samples.append(size / (time.perf_counter() - began) / 1e9)
+    return [summarise("store_checksum", samples, unit="GB/s", params={"page": "4 MiB"})]
+
+
+def _codec(quick: bool) -> list[Result]:
+    """zstd on bytes shaped like KV: bfloat16 of a normal distribution, and fp8-like bytes."""
+    import zstandard
+
+    rng = np.random.default_rng(2)
+    count = 1 << (19 if quick else 21)
+    wide = rng.standard_normal(count, dtype=np.float32)
+    kinds = {
+        "bf16": (wide.view(np.uint32) >> 16).astype(np.uint16).tobytes(),
+        "fp8": np.clip(wide * 40 + 128, 0, 255).astype(np.uint8).tobytes(),
+    }
+    results = []
+    for kind, data in kinds.items():
+        for level in (1, 3):
+            pack, unpack = zstandard.ZstdCompressor(level=level), zstandard.ZstdDecompressor()
+            packing, unpacking = [], []
+            packed = b""
+            for _ in range(5):
+                began = time.perf_counter()
+                packed = pack.compress(data)
+                packing.append(len(data) / (time.perf_counter() - began) / 1e9)
+                began = time.perf_counter()
+                unpack.decompress(packed)
+                unpacking.append(len(data) / (time.perf_counter() - began) / 1e9)
+            params = {"bytes": kind, "level": level}
+            results += [
+                summarise("zstd_pack", packing, unit="GB/s", params=params),
+                summarise("zstd_unpack", unpacking, unit="GB/s", params=params),
+                summarise("zstd_size", [100 * len(packed) / len(data)], unit="% of raw", params=params),
+            ]
+    return results
+
+
+_OPEN = """
+import sys, time
+from kvtier.stores import LmdbStore
+began = time.perf_counter()
+store = LmdbStore(sys.argv[1], fingerprint=sys.argv[2].encode(), frame_bytes=4096,
+                  limit_bytes=int(sys.argv[3]))
+entries = store.scan()
+print(time.perf_counter() - began, len(entries), entries.nbytes / max(len(entries), 1))
+store._abandon() if sys.argv[4] == "kill" else store.close()
+"""
+
+
+def _opening(root: str, count: int) -> list[Result]:
+    """Opening and scanning ``count`` records, after a clean close and after a kill."""
+    path = os.path.join(root, "opening")
+    limit = count * 9600 + (16 << 20)
+    _fill(path, count, limit)
+    results = []
+    for after in ("close", "kill"):
+        samples = []
+        for _ in range(5):
+            command = [sys.executable, "-c", _OPEN, path, FINGERPRINT.decode(), str(limit), after]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            seconds, found, _ = (float(word) for word in said.split())
+            assert int(found) == count, f"{found} of {count} records came back"
+            samples.append(seconds)
+        # The first open after a change of mode follows the other kind of end.
+        results.append(
+            summarise("store_open_s", samples[1:], unit="s", params={"pages": count, "after": after})
+        )
+    return results
+
+
+def _fill(path: str, count: int, limit: int) -> None:
+    """A store of ``count`` records, in chains of 64 pages, whose payload was never written."""
+    store = LmdbStore(path, fingerprint=FINGERPRINT, frame_bytes=4096, limit_bytes=limit)
+    slab = store._slabs
+    fd = os.open(slab.path(0), os.O_RDWR | os.O_CREAT, 0o600)
+    os.truncate(fd, count * slab.slot_bytes)  # sparse: no room is needed for it
+    os.close(fd)
+    keys = [xxhash.xxh3_128_digest(b"%d" % i) for i in range(count)]
+    found = []
+    for i, key in enumerate(keys):
+        depth = i % 64 + 1
+        last = depth == 64 or i == count - 1
+        row = Row(
+            key=key,
+            parent=keys[i - 1] if depth > 1 else bytes(16),
+            checksum=key,
+            tick=i // 64,
+            seq=1,
+            size=4096,
+            depth=depth,
+            children=0 if last else 1,
+            slot=i,
+            blocks=1,
+            frames=1,
+            checkpoint=0,
+            state=0,
+        )
+        found.append((row, [i]))
+    found.sort(key=lambda at: at[0].key)
+    store._index.fill(found, Counters(seq=1))
+    store.close()
