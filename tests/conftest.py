@@ -9,7 +9,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
-settings.register_profile("dev", max_examples=50, stateful_step_count=30, **_COMMON)
+settings.register_profile(
+    "dev", max_examples=50, stateful_step_count=30, derandomize=False, **_COMMON
+)
 # The same examples every time: a red build can be seen again.
 settings.register_profile(
     "ci", max_examples=200, stateful_step_count=50, derandomize=True, database=None, **_COMMON
@@ -18,6 +20,7 @@ settings.register_profile(
     "long",
     max_examples=20_000,
     stateful_step_count=60,
+    derandomize=False,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     **_COMMON,
 )
