@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 LongArray = npt.NDArray[np.int64]
+_MOST = np.iinfo(np.int32).max
 
 
 class DeviceRows(Protocol):
@@ -189,16 +190,16 @@ def build_step(
     """The one place that turns committed lengths into arrays.  Call it under the cache's lock,
     after the reserve."""
     rows = np.array([r.row for r in records], dtype=np.intp)
-    query = np.array(counts, dtype=np.int32)
-    offsets = np.zeros(len(query) + 1, dtype=np.int32)
-    np.cumsum(query, out=offsets[1:])
     context = core.lengths[rows]
-    kv = context + query
-    if int(offsets[-1]) == len(rows) and (query == 1).all():
-        of_token, positions = rows, context.copy()  # decoding: one token of every row
+    if counts.count(1) == len(counts):  # decoding: one token of every row
+        query, offsets = np.ones_like(context), np.arange(len(rows) + 1, dtype=np.int32)
+        of_token, positions = rows, context.copy()
     else:
+        query, offsets = np.array(counts, np.int32), np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(query, out=offsets[1:])
         of_token = rows.repeat(query)
         positions = np.arange(offsets[-1], dtype=np.int32) + (context - offsets[:-1]).repeat(query)
+    kv = context + query
     step = Step()
     step.leases = leases
     step.input_ids = np.frombuffer(data, dtype="<i4")
@@ -227,11 +228,10 @@ def build_step(
 def _table(tables: IntArray, rows: npt.NDArray[np.intp], kv: IntArray, page: int) -> IntArray:
     """Block-table rows up to the pages that ``kv`` tokens need; what is reserved behind is not
     this step's business."""
-    needed = -(-kv // page)
-    columns = int(needed.max(initial=0))
+    columns = -(-int(kv.max(initial=0)) // page)
     table = tables[:, :columns].take(rows, axis=0)
-    if len(rows) and int(needed.min()) < columns:
-        table[np.arange(columns, dtype=np.int32) >= needed[:, None]] = -1
+    if -(-int(kv.min(initial=_MOST)) // page) < columns:
+        table[np.arange(columns, dtype=np.int32) * page >= kv[:, None]] = -1
     return table
 
 

@@ -5,10 +5,13 @@ leases a decode step's bookkeeping has 300 us.
 """
 
 import logging
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, final
+
+import numpy as np
 
 from kvtier.core.leases import LeaseRecord
 from kvtier.errors import LeaseError, TokenError
@@ -52,23 +55,23 @@ class Stepping:
         if self._step is not None:
             raise LeaseError("this step has been entered before: call Cache.step again")
         leases, chunks = _pairs(self._work)
-        self._check(leases)
         data, counts = _pack_all(leases, chunks)
         records = self._records = [lease._record for lease in leases]
         if self._stream is not None:
             self._pump.transfer.fence(self._stream)
         with self._pump as core:
-            for lease in leases:
-                if lease._in_step:
-                    raise LeaseError(f"lease {lease.label!r} is in another step")
-            captures, ops = core.reserve(records, counts)
-            self._pump.plan(ops)
-            self._step = step = build_step(
-                core, self._layout, leases, records, counts, data, captures, self._pool
-            )
-            for lease in leases:
-                lease._in_step = True
-        return step
+            self._take(leases)
+            try:
+                captures, ops = core.reserve(records, counts)
+                self._pump.plan(ops)
+                self._step = build_step(
+                    core, self._layout, leases, records, counts, data, captures, self._pool
+                )
+            except BaseException:
+                for lease in leases:
+                    lease._in_step = False
+                raise
+        return self._step
 
     def __exit__(
         self,
@@ -103,14 +106,20 @@ class Stepping:
             for row in gone:
                 self._pump.release(self._records[row])
 
-    def _check(self, leases: tuple[Lease, ...]) -> None:
-        for kind in set(map(type, leases)) - {Lease}:
-            raise LeaseError(f"a step takes (lease, tokens) pairs, got a {kind.__name__}")
-        if {lease._pump for lease in leases} - {self._pump}:
-            raise LeaseError("a step takes leases of its own cache only")
-        if len(set(leases)) < len(leases):
-            twice = next(lease for lease in leases if leases.count(lease) > 1)
-            raise LeaseError(f"lease {twice.label!r} is in the batch twice: join its tokens")
+    def _take(self, leases: tuple[Lease, ...]) -> None:
+        """Mark every lease as this step's own, or none."""
+        for row, lease in enumerate(leases):
+            if lease._in_step or lease._pump is not self._pump:
+                for taken in leases[:row]:
+                    taken._in_step = False
+                if lease._pump is not self._pump:
+                    raise LeaseError(f"lease {lease.label!r} is of another cache")
+                if lease in leases[:row]:
+                    raise LeaseError(
+                        f"lease {lease.label!r} is in the batch twice: join its tokens"
+                    )
+                raise LeaseError(f"lease {lease.label!r} is in another step")
+            lease._in_step = True
 
 
 def _pairs(
@@ -123,6 +132,8 @@ def _pairs(
         leases, chunks = zip(*pairs, strict=True)
     except (TypeError, ValueError) as error:
         raise LeaseError("a step takes (lease, tokens) pairs") from error
+    for kind in set(map(type, leases)) - {Lease}:
+        raise LeaseError(f"a step takes (lease, tokens) pairs, got a {kind.__name__} for a lease")
     return leases, chunks
 
 
@@ -132,7 +143,7 @@ def _pack_all(leases: Sequence[Lease], chunks: Sequence[Tokens]) -> tuple[bytes,
     try:
         plain = [chunk for chunk in chunks if isinstance(chunk, list)]
         if len(plain) == len(chunks):
-            return pack(list(chain.from_iterable(plain))).data, list(map(len, plain))
+            return _pack_ints(list(chain.from_iterable(plain))), list(map(len, plain))
         parts: list[bytes] = []
         lists: list[int] = []
         counts: list[int] = []
@@ -142,10 +153,10 @@ def _pack_all(leases: Sequence[Lease], chunks: Sequence[Tokens]) -> tuple[bytes,
                 counts.append(len(chunk))
             else:
                 packed = pack(chunk)
-                parts += [pack(lists).data, packed.data]
+                parts += [_pack_ints(lists), packed.data]
                 counts.append(len(packed))
                 lists = []
-        return b"".join((*parts, pack(lists).data)), counts
+        return b"".join((*parts, _pack_ints(lists))), counts
     except TokenError:
         for lease, chunk in zip(leases, chunks, strict=True):
             try:
@@ -153,3 +164,12 @@ def _pack_all(leases: Sequence[Lease], chunks: Sequence[Tokens]) -> tuple[bytes,
             except TokenError as error:
                 raise TokenError(f"tokens of lease {lease.label!r}: {error}") from None
         raise
+
+
+def _pack_ints(ids: list[int]) -> bytes:
+    """``pack`` for a list that is most likely fine."""
+    try:
+        packed = np.frombuffer(array("i", ids), dtype=np.int32)
+    except (TypeError, OverflowError):
+        return pack(ids).data  # says what is wrong
+    return pack(packed).data if packed.min(initial=0) < 0 else packed.astype("<i4").tobytes()
