@@ -127,3 +127,4 @@ class Workers:
     def _run(self, number: int) -> None:
         while (task := self._tasks.get()) is not None:
             task(number)
+            del task  # while this thread waits, it must not keep alive whom it worked for

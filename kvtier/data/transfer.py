@@ -12,12 +12,15 @@ the request behind it; so the queues are bounded by the pools.
 The pack thread waits for staging, which landing threads free; nothing else waits for a thread.
 """
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -43,8 +46,10 @@ logger = logging.getLogger("kvtier")
 BATCH_BYTES = 4 << 20
 """Records move in batches of about this size: large enough for the full speed of a pinned copy,
 small enough that several threads share one op."""
-LANDING_THREADS = 2
-"""A checksum runs at 10 to 20 GB/s a thread, a copy to the host at 50."""
+LANDING_THREADS = {"cpu": 2, "cuda": 6}
+"""A checksum runs at 5 to 20 GB/s a thread, a copy from a GPU at 50."""
+EXIT_S = 10.0
+"""How long the end of the process may wait for a transfer that nobody closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +78,25 @@ class DeviceTransfer:
         store: Store | None,
         config: CacheConfig,
     ) -> None:
-        where = torch.device(device)
+        where = _indexed(torch.device(device))
         frame_bytes = layout.frame_bytes()
         most_frames = max(1, geometry.checkpoint_frames, geometry.parked_frames)
         assert isinstance(config.staging_bytes, int)
-        self.pool = DevicePool(layout, geometry, where)
-        self.host = HostArena(geometry.cpu_frames, frame_bytes, pinned=where.type == "cuda")
+        with torch.inference_mode(False):  # worker threads will write into these tensors
+            self.pool = DevicePool(layout, geometry, where)
+            self.host = HostArena(geometry.cpu_frames, frame_bytes, pinned=where.type == "cuda")
+            self._staging = Staging(
+                config.staging_bytes,
+                frame_bytes,
+                most_frames=most_frames,
+                cpu_frames=geometry.cpu_frames,
+                device=where,
+            )
         self._layout = layout
         self._store = store
         self._streams = streams_for(where)
         self._wait_s = config.wait_s if config.on_full == "wait" else None
         self._batch_frames = max(BATCH_BYTES // frame_bytes, most_frames)
-        self._staging = Staging(
-            config.staging_bytes,
-            frame_bytes,
-            most_frames=most_frames,
-            cpu_frames=geometry.cpu_frames,
-            device=where,
-        )
         self._packer = Packer(layout, self.pool, self.host, self._staging, self._streams)
         self._loaders = [
             Loader(layout, self.pool, self.host, store, self._streams, self._batch_frames)
@@ -105,10 +111,15 @@ class DeviceTransfer:
         self._stopped = False
         self._changed = threading.Condition()
         self._packing = Workers("pack", 1)
-        self._landing = Workers("land", LANDING_THREADS)
+        self._landing = Workers("land", LANDING_THREADS.get(where.type, 2))
         self._reading = Workers("read", config.io_threads)
         self._writing = Workers("write", 1)
         self._workers = (self._packing, self._landing, self._reading, self._writing)
+        # Nobody closed it: its threads go when it goes.  The process ends first: they end before,
+        # since a thread that is killed within a copy takes the process down with it.
+        self._at_exit = partial(_finish, self._workers)
+        atexit.register(self._at_exit)
+        weakref.finalize(self, _forget, self._workers, self._at_exit).atexit = False
         self._threads = {thread for workers in self._workers for thread in workers.threads}
 
     def fence(self, stream: object | None) -> None:
@@ -169,6 +180,7 @@ class DeviceTransfer:
             self._changed.wait_for(lambda: self._stopped)
         for thread in self._threads:
             thread.join()
+        atexit.unregister(self._at_exit)
         for loader in self._loaders:
             loader.close()
         self.host.close()
@@ -340,3 +352,25 @@ class DeviceTransfer:
             for workers in self._workers:
                 workers.stop()
             self._changed.notify_all()
+
+
+def _forget(pools: tuple[Workers, ...], at_exit: Callable[[], None]) -> None:
+    atexit.unregister(at_exit)
+    for workers in pools:
+        workers.stop()
+
+
+def _finish(pools: tuple[Workers, ...]) -> None:
+    """Let the threads end one pool after the other, as work flows, for a bounded time."""
+    deadline = time.monotonic() + EXIT_S
+    for workers in pools:
+        workers.stop()
+        for thread in workers.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """ "cuda" means the device that is current here, on every thread."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -3,6 +3,7 @@
 Everything that may not be read is 0xFF, everything that is expected was cloned before.
 """
 
+import gc
 import logging
 import threading
 import time
@@ -80,6 +81,15 @@ TAILED_GEOMETRY = Geometry(
 )
 
 
+def scramble(spans: Sequence[torch.Tensor | int], seed: int) -> None:
+    """Bytes from 0 to 254: nothing real looks like poison."""
+    generator = torch.Generator().manual_seed(seed)
+    for span in spans:
+        if isinstance(span, torch.Tensor):
+            noise = torch.randint(0, 255, span.shape, dtype=torch.uint8, generator=generator)
+            span.copy_(noise)
+
+
 @dataclass(eq=False)
 class End:
     """How one op ended; counts calls, so that a second one shows."""
@@ -112,6 +122,7 @@ class Plane:
         layout: Layout = PLAIN,
         geometry: Geometry = GEOMETRY,
         store: MemoryStore | None = None,
+        device: str = "cpu",
         **options: object,
     ) -> None:
         sizes = {"gpu_bytes": 1, "cpu_bytes": 1, "io_threads": 2, **options}
@@ -120,18 +131,15 @@ class Plane:
         self.transfer = DeviceTransfer(
             layout,
             geometry,
-            device="cpu",
+            device=device,
             store=self.store,
             config=CacheConfig(**sizes),  # type: ignore[arg-type]
         )
         self.pool, self.host = self.transfer.pool, self.transfer.host
         self.ids = iter(range(1, 1 << 30))
         self.ends: list[End] = []
-        generator = torch.Generator().manual_seed(7)
         for page in range(geometry.gpu_pages):
-            for span in self.pool.spans(Kind.HISTORY, [page], live=False):
-                assert isinstance(span, torch.Tensor)
-                span.random_(0, 255, generator=generator)
+            scramble(self.pool.spans(Kind.HISTORY, [page], live=False), seed=page)
 
     def start(
         self,
@@ -227,16 +235,23 @@ def store_chain(p: Plane, length: int) -> list[bytes]:
     return want
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 # --------------------------------------------------------------------------- bytes
 
 
 @pytest.mark.parametrize(
     ("layout", "geometry"), [(PLAIN, GEOMETRY), (TAILED, TAILED_GEOMETRY)], ids=["gqa", "tailed"]
 )
-def test_every_component_survives_every_tier(layout: Layout, geometry: Geometry) -> None:
+def test_every_component_survives_every_tier(
+    layout: Layout, geometry: Geometry, device: str
+) -> None:
     """B7: all registered components, byte-equal, from host, from disk over a host frame, from
     disk without one, and through a prefetch."""
-    with plane(layout, geometry) as p:
+    with plane(layout, geometry, device=device) as p:
         want = store_chain(p, 4)
         assert set(want[0]) != {255}
         assert p.start(OpKind.RESTORE, from_disk(1, page=9, via=(8,))).delivered == 1
@@ -248,7 +263,8 @@ def test_every_component_survives_every_tier(layout: Layout, geometry: Geometry)
         assert p.start(OpKind.RESTORE, from_disk(3, frame=5), from_disk(4, frame=6)).delivered == 2
         assert p.start(OpKind.RESTORE, up(6, 1), up(5, 2)).delivered == 2
         assert (p.page(1), p.page(2)) == (want[3], want[2])
-        assert set(p.page(4)) == {255}, "a page nobody named was written"
+        for page in (4, 5, 6, 7, 8):  # 5 and 6 are frames of the host
+            assert set(p.page(page)) == {255}, "a page nobody named was written"
 
 
 def test_rows_are_the_bytes_that_travel() -> None:
@@ -263,9 +279,9 @@ def test_rows_are_the_bytes_that_travel() -> None:
         assert torch.equal(rows[32:48], want)
 
 
-def test_sources_may_be_overwritten_when_packed_fires() -> None:
+def test_sources_may_be_overwritten_when_packed_fires(device: str) -> None:
     """D1: the copy to the host is held back until the source is long gone."""
-    with plane() as p:
+    with plane(device=device) as p:
         want = [p.page(i) for i in range(3)]
         gate = threading.Event()
         land = p.transfer._packer.land
@@ -283,6 +299,31 @@ def test_sources_may_be_overwritten_when_packed_fires() -> None:
         assert end.delivered == 3
         p.start(OpKind.RESTORE, *[up(5 + i, i) for i in range(3)]).wait()
         assert [p.page(i) for i in range(3)] == want
+
+
+@pytest.mark.gpu
+def test_a_pack_waits_for_the_work_fenced_before_it() -> None:
+    """The step that writes a page is still queued when its PACK starts; the page's next owner
+    is still being read when it is restored into."""
+    with plane(device="cuda") as p:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        rows, out = p.pool.rows("k", 0), torch.zeros(16, 16, device="cuda", dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+            rows[:16] = 3.0
+        p.transfer.fence(stream)
+        assert p.start(OpKind.PACK, down(0, 0)).delivered == 1
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+            out.copy_(rows[32:48])
+            want = p.pool.rows("k", 0)[32:48].clone()
+        p.transfer.fence(stream)
+        assert p.start(OpKind.RESTORE, up(0, 2)).delivered == 1
+        assert (rows[32:48] == 3.0).all()
+        torch.cuda.synchronize()
+        assert torch.equal(out, want)
+        assert not (out == 3.0).all()
 
 
 def test_records_carry_the_checksum_taken_when_they_were_packed() -> None:
@@ -336,10 +377,7 @@ def test_traffic_is_exact() -> None:
 
 
 def fill_tail(p: Plane, frames: tuple[int, ...], seed: int) -> bytes:
-    generator = torch.Generator().manual_seed(seed)
-    for span in p.pool.spans(Kind.TAIL, frames, live=True):
-        if isinstance(span, torch.Tensor):
-            span.random_(0, 255, generator=generator)
+    scramble(p.pool.spans(Kind.TAIL, frames, live=True), seed)
     return tail(p, frames)
 
 
@@ -354,9 +392,9 @@ def tail(p: Plane, frames: tuple[int, ...]) -> bytes:
     return out
 
 
-def test_tails_through_checkpoint_frames_host_and_disk() -> None:
+def test_tails_through_checkpoint_frames_host_and_disk(device: str) -> None:
     assert TAILED.checkpoint_frames() == 2
-    with plane(TAILED, TAILED_GEOMETRY) as p:
+    with plane(TAILED, TAILED_GEOMETRY, device=device) as p:
         want = fill_tail(p, (1, 4, 7), seed=1)
         assert len(want) == TAILED.checkpoint_bytes()
         capture = Part(Kind.CHECKPOINT, GPU, (1, 4, 7), GPU, (2,), live_src=True)
@@ -414,9 +452,9 @@ def test_a_tail_that_does_not_fit_its_frames_is_not_cut_off() -> None:
         assert p.start(OpKind.PACK, down(0, 0)).delivered == 1
 
 
-def test_parked_tails_keep_what_they_hold() -> None:
+def test_parked_tails_keep_what_they_hold(device: str) -> None:
     """A window page that is not held (-1) is neither read nor written."""
-    with plane(TAILED, TAILED_GEOMETRY) as p:
+    with plane(TAILED, TAILED_GEOMETRY, device=device) as p:
         want = fill_tail(p, (2, -1, 3), seed=2)
         part = Part(Kind.TAIL, GPU, (2, -1, 3), CPU, (0, 1), live_src=True)
         assert p.start(OpKind.PACK, part).delivered == 1
@@ -424,11 +462,12 @@ def test_parked_tails_keep_what_they_hold() -> None:
         back = Part(Kind.TAIL, CPU, (0, 1), GPU, (0, -1, 8), live_dst=True)
         assert p.start(OpKind.RESTORE, back).delivered == 1
         assert tail(p, (0, -1, 8)) == want
+        assert p.transfer.traffic(CPU) == Traffic(len(want), len(want), 0)
         assert set(tail(p, (1, 9, 7, 0))) == {255}
 
 
-def test_copy_and_clear_take_effect_within_start() -> None:
-    with plane(TAILED, TAILED_GEOMETRY) as p:
+def test_copy_and_clear_take_effect_within_start(device: str) -> None:
+    with plane(TAILED, TAILED_GEOMETRY, device=device) as p:
         one = fill_tail(p, (0, 1), seed=3)
         fork = Part(Kind.TAIL, GPU, (0, 1), GPU, (3, 2), live_src=True, live_dst=True)
         assert p.start(OpKind.COPY, fork).over.is_set()
@@ -446,8 +485,8 @@ def test_copy_and_clear_take_effect_within_start() -> None:
 # --------------------------------------------------------------------------- failures
 
 
-def test_a_damaged_record_shortens_the_restore() -> None:
-    with plane() as p:
+def test_a_damaged_record_shortens_the_restore(device: str) -> None:
+    with plane(device=device) as p:
         want = store_chain(p, 5)
         p.store.corrupt(key(3), at=17)
         end = p.start(OpKind.RESTORE, *[from_disk(i + 1, page=i) for i in range(5)])
@@ -739,15 +778,46 @@ def test_close_from_a_callback_and_from_two_threads() -> None:
         assert end.delivered == 1
 
 
+def test_threads_end_with_a_transfer_nobody_closed() -> None:
+    p = Plane()
+    p.start(OpKind.PACK, down(0, 0)).wait()
+    threads = p.transfer._threads
+    del p
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_it_may_be_made_under_inference_mode() -> None:
+    """The tensors are written by other threads, which are under none."""
+    with torch.inference_mode():
+        p = Plane(TAILED, TAILED_GEOMETRY)
+        rows = p.pool.rows("latent", 0)
+        rows[:16] = 2
+    want = fill_tail(p, (0, 1, 2), seed=6)
+    part = Part(Kind.CHECKPOINT, GPU, (0, 1, 2), CPU, (1, 2), live_src=True)
+    assert p.start(OpKind.PACK, down(0, 0), part).delivered == 2
+    p.pool.poison_all()
+    back = Part(Kind.CHECKPOINT, CPU, (1, 2), GPU, (1, 2, 3), live_dst=True)
+    assert p.start(OpKind.RESTORE, up(0, 0), back).delivered == 2
+    assert tail(p, (1, 2, 3)) == want
+    with torch.inference_mode():
+        assert (rows[:16] == 2).all()
+    p.transfer.close()
+
+
 # --------------------------------------------------------------------------- soak
 
 
 @pytest.mark.parametrize("on_full", ["skip", "wait"])
-def test_many_threads_tiny_pools(on_full: str) -> None:
+def test_many_threads_tiny_pools(on_full: str, device: str) -> None:
     """Six callers, each with two pages and two host frames of its own, over one staging slot and
     two reading threads, with a store that fails now and then.  Each checks its own bytes."""
     faulty = MemoryStore()
-    with plane(staging_bytes=PLAIN.frame_bytes(), on_full=on_full, store=faulty) as p:
+    with plane(
+        staging_bytes=PLAIN.frame_bytes(), on_full=on_full, store=faulty, device=device
+    ) as p:
         problems: list[str] = []
         counts = {"packed": 0, "stored": 0, "lost": 0}
 
@@ -775,10 +845,7 @@ def test_many_threads_tiny_pools(on_full: str) -> None:
                         counts["lost"] += 1
                     elif p.page(b) != want:
                         problems.append(f"caller {me}, turn {turn}: other bytes")
-                generator = torch.Generator().manual_seed(number)
-                for span in p.pool.spans(Kind.HISTORY, [a], live=False):
-                    assert isinstance(span, torch.Tensor)
-                    span.random_(0, 255, generator=generator)
+                scramble(p.pool.spans(Kind.HISTORY, [a], live=False), seed=number)
 
         threads = [threading.Thread(target=caller, args=(i,)) for i in range(6)]
         for thread in threads:
