@@ -144,15 +144,14 @@ class Index:
         with _typed("looking up"), self._env.begin() as txn:
             return [_find(txn, self._rows, self._more, key) for key in keys]
 
-    def chunks(self) -> Iterator[tuple[Rows, bytes]]:
-        """All rows in key order, in one snapshot, some tens of thousands at a time: as an array
-        of ``ROW``, and as the bytes under it."""
+    def chunks(self) -> Iterator[Rows]:
+        """All rows in key order, in one snapshot, some tens of thousands at a time."""
         with _typed("scanning"), self._env.begin(db=self._rows) as txn:
             values = txn.cursor().iternext(keys=False, values=True)
             while data := b"".join(islice(values, CHUNK)):
                 if len(data) % ROW.itemsize:
                     raise StoreError("the index holds a row of a wrong length")
-                yield np.frombuffer(data, ROW), data
+                yield np.frombuffer(data, ROW)
 
     def more(self) -> Iterator[tuple[bytes, list[int] | None]]:
         """(key, slots after the first) of every record of several frames."""
@@ -334,7 +333,8 @@ def check_rows(rows: Rows, more: dict[bytes, list[int]], counters: Counters) -> 
     slots = np.concatenate(
         [rows["slot"], np.array([s for rest in more.values() for s in rest], np.uint32)]
     )
-    if len(np.unique(slots)) != len(slots):
+    slots.sort()
+    if (slots[1:] == slots[:-1]).any():
         wrong.append("a slot is used twice (I1)")
     bad = rows[rows["state"] == QUARANTINED]
     total = replace(
@@ -352,24 +352,22 @@ def check_rows(rows: Rows, more: dict[bytes, list[int]], counters: Counters) -> 
 
 def _parents(
     rows: Rows, high: npt.NDArray[np.uint64], low: npt.NDArray[np.uint64]
-) -> tuple[int, npt.NDArray[np.uint32]]:
+) -> tuple[int, npt.NDArray[np.int64]]:
     """(records whose parent is missing, children of each record)."""
-    children = np.zeros(len(rows), np.uint32)
-    parents = np.ascontiguousarray(rows["parent"]).view(">u8").reshape(-1, 2)
+    parents = np.ascontiguousarray(rows["parent"]).view(">u8").reshape(-1, 2).astype(np.uint64)
     wanted = parents[(rows["depth"] != 1) | (rows["checkpoint"] != 0)]  # first pages have none
     wanted = wanted[np.argsort(wanted[:, 0])]
-    first = np.searchsorted(high, wanted[:, 0].astype(np.uint64))
-    second = wanted[:, 1].astype(np.uint64)
+    at = np.searchsorted(high, wanted[:, 0])
+    children = np.zeros(len(rows), np.int64)
     found = np.zeros(len(wanted), np.bool_)
-    at = first.copy()
-    open_ = at < len(rows)
+    looking = at < len(rows)
     # Keys are digests: nearly always the first of equal high halves is the one.
-    while open_.any():
-        here = np.minimum(at, max(len(rows) - 1, 0))
-        same = open_ & (high[here] == wanted[:, 0].astype(np.uint64))
-        hit = same & (low[here] == second)
-        np.add.at(children, here[hit], 1)
+    while looking.any():
+        here = np.minimum(at, len(rows) - 1)
+        same = looking & (high[here] == wanted[:, 0])
+        hit = same & (low[here] == wanted[:, 1])
+        children += np.bincount(here[hit], minlength=len(rows))
         found |= hit
         at = at + 1
-        open_ = same & ~hit & (at < len(rows))
+        looking = same & ~hit & (at < len(rows))
     return int((~found).sum()), children

@@ -196,7 +196,7 @@ class LmdbStore:
                 entries, self._entries = self._entries, None
             if entries is not None:
                 return entries
-            parts = [opening.entries_of(rows) for rows, _ in self._index.chunks()]
+            parts = [opening.entries_of(rows) for rows in self._index.chunks()]
             return np.concatenate(parts) if parts else np.empty(0, ENTRY)
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class LmdbStore:
     def check(self) -> None:
         """Raise InvariantError naming everything that does not add up.  O(records)."""
         with self._operation(), self._changing:
-            parts = [rows for rows, _ in self._index.chunks()]
+            parts = list(self._index.chunks())
             rows = np.concatenate(parts) if parts else np.empty(0, ROW)
             more = {key: slots or [] for key, slots in self._index.more()}
             wrong = check_rows(rows, more, self._index.counters)

@@ -22,7 +22,7 @@ from kvtier.stores.recovery import INDEX, Inspect, compact, is_clean, recover, r
 from kvtier.stores.scan import NEWER, SOUND
 from kvtier.stores.slabs import Slabs, SlotMap
 
-__all__ = ["About", "Opened", "entries_of", "open_reader", "open_writer", "reopen_index"]
+__all__ = ["About", "Opened", "drop", "entries_of", "open_reader", "open_writer", "reopen_index"]
 
 log = logging.getLogger("kvtier")
 
@@ -187,7 +187,7 @@ def _fit(index: Index, capacity: int) -> tuple[SlotMap, npt.NDArray[np.void]]:
     """Which slots are taken, and the entries.  Records that were quarantined, or whose slots lie
     beyond the capacity, go first, with all that hangs on them."""
     slots, parts, doomed = SlotMap(capacity), [], []
-    for rows, _ in index.chunks():
+    for rows in index.chunks():
         out = (rows["state"] == QUARANTINED) | (rows["slot"] >= capacity)
         doomed += [bytes(key) for key in rows["key"][out]]
         slots.mark(rows["slot"][rows["slot"] < capacity])
@@ -200,15 +200,15 @@ def _fit(index: Index, capacity: int) -> tuple[SlotMap, npt.NDArray[np.void]]:
         slots.mark([slot for slot in rest if slot < capacity])
     if not doomed:
         return slots, np.concatenate(parts) if parts else np.empty(0, ENTRY)
-    _drop(index, doomed)
+    drop(index, doomed)
     return _fit(index, capacity)
 
 
-def _drop(index: Index, doomed: Iterable[bytes]) -> None:
+def drop(index: Index, doomed: Iterable[bytes]) -> None:
     """Remove these records and all that hang on them."""
     children: dict[bytes, list[bytes]] = {}
     depths: dict[bytes, tuple[int, int]] = {}
-    for rows, _ in index.chunks():
+    for rows in index.chunks():
         for row in rows[["key", "parent", "depth", "checkpoint"]]:
             key, parent = bytes(row["key"]), bytes(row["parent"])
             depths[key] = (int(row["depth"]), int(row["checkpoint"]))

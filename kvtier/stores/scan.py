@@ -13,21 +13,20 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import lmdb
 import numpy as np
 
 from kvtier.stores.files import FILE_MODE
-from kvtier.stores.index import CHUNK, Counters, Rows, check_rows, open_env
+from kvtier.stores.index import Counters, Rows, check_rows, open_env
 from kvtier.stores.record import FORMAT, ROW, row_checks, unpack_more
 
 __all__ = ["NEWER", "SOUND", "UNSOUND", "Verdict", "inspect", "inspect_in_child"]
 
 SOUND, UNSOUND, NEWER = 0, 3, 4
 TIMEOUT_S = 600.0
-_PAIR = np.dtype([("key", "V16"), ("row", ROW)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +125,22 @@ def _read(env: Any, store: bytes) -> Verdict:
 
 def _rows(txn: Any, rows_db: Any) -> Rows:
     expected = int(txn.stat(rows_db)["entries"])
-    pairs = iter(txn.cursor(db=rows_db))
-    chunks = []
-    total = 0
-    while data := b"".join(chain.from_iterable(islice(pairs, CHUNK))):
-        if len(data) % _PAIR.itemsize:
-            raise ValueError("a row has a wrong length")
-        pair = np.frombuffer(data, _PAIR)
-        rows = pair["row"].copy()
-        if pair["key"].tobytes() != rows["key"].tobytes() or not row_checks(rows.tobytes()):
-            raise ValueError("a row fails its check")
-        chunks.append(rows)
-        total += len(rows)
-        if total > expected:  # pages that point in a circle never end
-            raise ValueError("more rows than counted")
-    if total != expected:
-        raise ValueError("fewer rows than counted")
-    return np.concatenate(chunks) if chunks else np.empty(0, ROW)
+    values = _column(txn, rows_db, expected, ROW.itemsize, values=True)
+    rows = np.frombuffer(values, ROW)
+    keys = _column(txn, rows_db, expected, 16, values=False)
+    if keys != rows["key"].tobytes() or not row_checks(rows):
+        raise ValueError("a row fails its check")
+    return rows
+
+
+def _column(txn: Any, rows_db: Any, expected: int, size: int, *, values: bool) -> bytes:
+    """All keys or all values, end to end."""
+    cursor = txn.cursor(db=rows_db).iternext(keys=not values, values=values)
+    # One more than counted: pages that point in a circle never end.
+    data = b"".join(islice(cursor, expected + 1))
+    if len(data) != expected * size:
+        raise ValueError("the rows do not have the length that was counted")
+    return data
 
 
 def main(argv: list[str]) -> int:
