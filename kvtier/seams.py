@@ -34,7 +34,8 @@ class Transfer(Protocol):
         ``packed()`` is called once, before ``done``, when the sources of a PACK may be reused.
         ``done(n, error)`` is called exactly once, with the number of leading parts that were
         delivered.  COPY and CLEAR take effect in the order of ``start`` calls, before anything
-        the caller queues on its compute stream afterwards.  Callbacks may come from any thread
+        the caller queues on its compute stream afterwards and before any later operation touches
+        their frames: these may already belong to somebody else when ``done`` comes.  Callbacks may come from any thread
         and from within ``start``.
         """
 

@@ -519,8 +519,7 @@ class CacheCore:
             raise OutOfPages(1, 0)
         (frame,) = private.take(1)
         part = Part(Kind.HISTORY, Tier.GPU, (source,), Tier.GPU, (frame,))
-        move = Move(part, copy, reads=source if copy is None else -1, writes=frame)
-        op = self.operations.start(self.operations.next_id(), OpKind.COPY, [move], tokens)
+        op = self.operations.in_order(OpKind.COPY, part, tokens)
         if rec.owned[i]:
             private.drop(source)
         rec.frames[i], rec.owned[i] = frame, True
@@ -578,10 +577,8 @@ class CacheCore:
         if part:
             (frame,) = private.take(1)
             source = rec.frames[full]
-            move = Move(
-                Part(Kind.HISTORY, Tier.GPU, (source,), Tier.GPU, (frame,)), reads=source, writes=frame
-            )
-            ops.append(self.operations.start(self.operations.next_id(), OpKind.COPY, [move], part))
+            copy = Part(Kind.HISTORY, Tier.GPU, (source,), Tier.GPU, (frame,))
+            ops.append(self.operations.in_order(OpKind.COPY, copy, part))
             kid.frames.append(frame)
             kid.owned.append(True)
         if tail is not None:
@@ -602,8 +599,7 @@ class CacheCore:
         )
         for p, frame in kid.tail.windows.items():
             self.tables.put_window(kid.row, p, frame)
-        move = Move(part, tail=kid.tail, tail_src=rec.tail)
-        return self.operations.start(self.operations.next_id(), OpKind.COPY, [move])
+        return self.operations.in_order(OpKind.COPY, part)
 
     def pause(self, rec: LeaseRecord) -> list[Op]:
         """Park all of a lease on the host and free its device pages; settles as PAUSED."""

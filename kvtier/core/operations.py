@@ -105,6 +105,11 @@ class Operations:
         self.running[op_id] = Running(op, moves)
         return op
 
+    def in_order(self, kind: OpKind, part: Part, tokens: int = 0) -> Op:
+        """A COPY or CLEAR: done in stream order, before whatever uses these frames next, so it
+        holds nothing."""
+        return self.start(self.next_id(), kind, [Move(part)], tokens)
+
     def drop_op(self) -> list[Op]:
         """A DROP for every key the disk should forget by now."""
         keys, self.residency.drops = self.residency.drops, []

@@ -106,11 +106,7 @@ class Parking:
         clear: list[Op] = []
         if rec.tail is not None and parked.tail is None:  # paused before its first token
             part = Part(Kind.TAIL, Tier.GPU, (), Tier.GPU, rec.tail.frames(range(0)))
-            clear = [
-                self.operations.start(
-                    self.operations.next_id(), OpKind.CLEAR, [Move(part, tail=rec.tail)]
-                )
-            ]
+            clear = [self.operations.in_order(OpKind.CLEAR, part)]
         ops = self.restore.plan(rec, missing, None, self._moves_up(rec, parked), clear=False)
         if not rec.waits and rec.state is LeaseState.RESTORING:
             ops += self.settle(rec)

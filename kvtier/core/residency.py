@@ -153,6 +153,7 @@ class Residency:
         if self.events is not None and copy.slot < CHECKPOINT:
             self._event("stored", copy)
         self.offer(copy)
+        self._offer_above(copy.node, copy.slot)
 
     def supersede(self, copy: Copy, frames: tuple[int, ...]) -> None:
         """What a restore still writes is here already: the node stands on ``frames`` instead."""
@@ -189,6 +190,7 @@ class Residency:
             parent.kids[slot] -= 1
             if not parent.kids[slot] and (up := parent.copies[slot]) is not None:
                 self.offer(up)
+            self._offer_above(node, slot)
         if copy.tier == DISK:
             self._forget_row(copy, node)
         elif copy.readers or copy.writer:
@@ -238,6 +240,8 @@ class Residency:
                 self.pools[copy.slot].give(copy.frames)
         else:
             self.offer(copy)
+            if copy.slot == GPU + CHECKPOINT and (page := copy.node.copies[GPU]) is not None:
+                self.offer(page)
             if copy.node.run is not None:
                 self.prune(copy.node)
 
@@ -426,6 +430,13 @@ class Residency:
         """Queue a copy for eviction if it may leave."""
         if copy.slot % 3 != DISK and not copy.queued and self.evictable(copy):
             self.orders[copy.slot].push(copy)
+
+    def _offer_above(self, node: Node | None, slot: int) -> None:
+        """A copy below has arrived or gone: the faster ones may be free to leave now."""
+        if node is not None and 0 < slot < CHECKPOINT:
+            for copy in node.copies[:slot]:
+                if copy is not None:
+                    self.offer(copy)
 
     def room(self, slot: int, need: int) -> int:
         """Free frames until ``need`` fit.  Returns how many are missing; if not 0, nothing has

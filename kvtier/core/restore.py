@@ -199,9 +199,7 @@ class Restore:
         if self.geometry.has_tails and checkpoint is None and clear:
             assert rec.tail is not None
             part = Part(Kind.TAIL, Tier.GPU, (), Tier.GPU, rec.tail.frames(range(0)))
-            ops.append(
-                operations.start(operations.next_id(), OpKind.CLEAR, [Move(part, tail=rec.tail)])
-            )
+            ops.append(operations.in_order(OpKind.CLEAR, part))
         if moves:
             ops.append(operations.start(op_id, OpKind.RESTORE, moves))
             rec.waits.add(op_id)

@@ -17,7 +17,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    multiple,
     precondition,
     rule,
 )
@@ -35,6 +34,8 @@ from tests.property.plane import FakeDisk, FakePlane
 REACHED: Counter[str] = Counter()
 IDENTITIES = (Identity(), Identity(tenant="b"), Identity(adapter="b"))
 TOKENS = st.lists(st.integers(0, 1), max_size=9)
+MORE = st.lists(st.integers(0, 1), min_size=1, max_size=2)
+MOSTLY = st.sampled_from([True, True, True, False])
 
 
 def packed(tokens: list[int] | tuple[int, ...]) -> TokenBuffer:
@@ -42,7 +43,6 @@ def packed(tokens: list[int] | tuple[int, ...]) -> TokenBuffer:
 
 
 class CoreMachine(RuleBasedStateMachine):
-    leases = Bundle("leases")
     prefetches = Bundle("prefetches")
     pinned = Bundle("pinned")
 
@@ -56,7 +56,7 @@ class CoreMachine(RuleBasedStateMachine):
         draft=st.integers(0, 2),
         checkpoint=st.integers(1, 3),
         spaces=st.integers(0, 3),
-        leases=st.integers(1, 6),
+        leases=st.integers(2, 6),
         eviction=st.sampled_from(["lru", "adaptive", "s3fifo"]),
         placement=st.sampled_from([Adaptive(every_pages=2), Dense(), Sparse(every_pages=2)]),
     )
@@ -100,6 +100,8 @@ class CoreMachine(RuleBasedStateMachine):
         op = self.plane.live[op_id]
         if op.kind is OpKind.PACK and not self.core.operations.running[op_id].packed:
             self.plane.pack(op_id)
+        if op.kind in (OpKind.COPY, OpKind.CLEAR, OpKind.DROP):
+            delivered = None  # device work in stream order does not fail by itself
         n = self.plane.finish(op_id, delivered)
         REACHED[f"partial {op.kind.value}"] += n < len(op.parts)
         self.run_ops(self.core.finish(op_id, n, n < len(op.parts)))
@@ -146,29 +148,50 @@ class CoreMachine(RuleBasedStateMachine):
         self.run_ops(ops, early)
         return rec
 
-    @rule(target=leases, tokens=TOKENS, who=st.sampled_from(IDENTITIES), early=st.booleans(),
-          reserve=st.integers(0, 5), read=st.booleans(), write=st.booleans(),
-          reuse=st.one_of(st.none(), st.integers(0, 8)), ttl=st.one_of(st.none(), st.integers(0, 3)),
-          priority=st.integers(0, 1))
+    @rule(tokens=TOKENS, who=st.sampled_from(IDENTITIES), early=st.booleans(),
+          reserve=st.sampled_from([0, 0, 1, 5]), read=MOSTLY, write=MOSTLY,
+          reuse=st.sampled_from([None, None, None, 0, 2, 3, 8]),
+          ttl=st.sampled_from([None, None, None, 0, 1, 3]), priority=st.integers(0, 1))
     def open_any(self, tokens: list[int], who: Identity, early: bool, reserve: int, read: bool,
-                 write: bool, reuse: int | None, ttl: int | None, priority: int) -> Any:
+                 write: bool, reuse: int | None, ttl: int | None, priority: int) -> None:
         rec = self.open(
             tokens, who, early, reserve=reserve, read=read, write=write, max_reuse=reuse,
             priority=priority, expires=None if ttl is None else self.now + ttl,
         )
         if rec is None:
-            return multiple()
+            return
         if reuse is not None:
             assert len(rec.nodes) * self.geometry.page_tokens <= reuse
         assert read or not rec.nodes
-        return rec
+
+    def pick(self, data: Any, state: LeaseState | None = LeaseState.ACTIVE) -> LeaseRecord:
+        """A live lease, in this state if there is one."""
+        live = list(self.core.leases.values())
+        return data.draw(st.sampled_from([r for r in live if r.state is state] or live))
 
     @precondition(lambda self: self.ever)
-    @rule(target=leases, data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=2))
-    def reopen(self, data: Any, more: list[int]) -> Any:
+    @rule(data=st.data(), more=MORE, early=st.booleans())
+    def reopen(self, data: Any, more: list[int], early: bool) -> None:
         """Aim: a prompt that starts with something already committed."""
-        rec = self.open_known(data, more)
-        return multiple() if rec is None else rec
+        self.open_known(data, more, early)
+
+    @rule(data=st.data(), who=st.sampled_from(IDENTITIES[:2]), tokens=st.lists(
+        st.integers(0, 1), min_size=2, max_size=9), release=st.booleans())
+    def serve(self, data: Any, who: Identity, tokens: list[int], release: bool) -> None:
+        """Aim: a whole request, computed and published."""
+        rec = self.open([*tokens, 0], who)
+        if rec is None:
+            return
+        if rec.state is LeaseState.RESTORING:
+            self.drain()
+        while rec.length < len(tokens):
+            before = rec.length
+            new = tokens[before : before + data.draw(st.integers(1, 5))]
+            self.step_once([rec], [new], [0], fail=False)
+            if rec.length == before:
+                break
+        if release:
+            self.run_ops(self.core.release(rec))
 
     def open_known(self, data: Any, more: list[int], early: bool = False) -> Any:
         known = sorted(self.ever, key=lambda e: (-len(e[1]), repr(e)))
@@ -176,26 +199,32 @@ class CoreMachine(RuleBasedStateMachine):
         return self.open([*tokens, *more], who, early)
 
     @precondition(lambda self: self.ever)
-    @rule(target=leases, data=st.data(), cold_host=st.booleans(), early=st.booleans(),
-          more=st.lists(st.integers(0, 1), min_size=1, max_size=2), times=st.integers(1, 3))
+    @rule(data=st.data(), cold_host=st.booleans(), early=st.booleans(), more=MORE,
+          times=st.integers(1, 3))
     def chill_and_reopen(self, data: Any, cold_host: bool, early: bool, more: list[int],
-                         times: int) -> Any:
+                         times: int) -> None:
         """Aim: idle, cold device (and host), then requests for a known prefix."""
         for rec in list(self.core.leases.values()):
             self.run_ops(self.core.release(rec))
         self.drain()
         for tier in (Tier.GPU, Tier.CPU)[: 1 + cold_host]:
             self.run_ops(self.core.evict(tier, 99)[1])
-        out = [self.open_known(data, more, early) for _ in range(times)]
-        return multiple(*[rec for rec in out if rec is not None])
+        for _ in range(times):
+            self.open_known(data, more, early)
 
-    @rule(data=st.data(), recs=st.lists(leases, min_size=1, max_size=3, unique_by=id),
-          fail=st.integers(0, 9))
-    def step(self, data: Any, recs: list[LeaseRecord], fail: int) -> None:
+    @precondition(lambda self: self.core.leases)
+    @rule(data=st.data(), fail=st.integers(0, 9), size=st.integers(1, 3))
+    def step(self, data: Any, fail: int, size: int) -> None:
         """Reserve, let the kernels write (more than will be accepted), commit."""
+        recs = list({self.pick(data).id: None for _ in range(size)})
+        live = [self.core.leases[i] for i in recs]
+        news = [data.draw(st.lists(st.integers(0, 1), max_size=5)) for _ in live]
+        extra = [data.draw(st.integers(0, self.geometry.max_draft or 2)) for _ in live]
+        self.step_once(live, news, extra, fail=not fail)
+
+    def step_once(self, recs: list[LeaseRecord], news: list[list[int]], extra: list[int], *,
+                  fail: bool) -> None:
         core = self.core
-        news = [data.draw(st.lists(st.integers(0, 1), max_size=5)) for _ in recs]
-        extra = [data.draw(st.integers(0, self.geometry.max_draft or 2)) for _ in recs]
         counts = [len(n) + e for n, e in zip(news, extra, strict=True)]
         before = [(r.capacity, r.length, list(r.frames)) for r in recs]
         try:
@@ -211,7 +240,7 @@ class CoreMachine(RuleBasedStateMachine):
         for row, (rec, new, more) in enumerate(zip(recs, news, extra, strict=True)):
             due = {c.position: c.frame for c in captures if c.row == row}
             self.forward(rec, new, more, due)
-        if not fail:
+        if fail:
             core.abandon(recs)
             for rec in recs:  # what the failed pass did to the state is undone by its owner
                 self.restore_state(rec)
@@ -247,8 +276,10 @@ class CoreMachine(RuleBasedStateMachine):
             prefix = self.tokens_of(rec)
             self.plane.states[rec.tail.state] = self.row(rec, prefix) if prefix else ()
 
-    @rule(rec=leases, n=st.integers(0, 9))
-    def truncate(self, rec: LeaseRecord, n: int) -> None:
+    @precondition(lambda self: self.core.leases)
+    @rule(data=st.data(), n=st.integers(0, 9))
+    def truncate(self, data: Any, n: int) -> None:
+        rec = self.pick(data)
         n = min(n, rec.length)
         try:
             got, ops = self.core.truncate(rec, n)
@@ -262,16 +293,17 @@ class CoreMachine(RuleBasedStateMachine):
         REACHED["truncated into a page"] += bool(got % self.geometry.page_tokens)
         self.run_ops(ops)
 
-    @rule(target=leases, rec=leases)
-    def fork(self, rec: LeaseRecord) -> Any:
+    @precondition(lambda self: self.core.leases)
+    @rule(data=st.data())
+    def fork(self, data: Any) -> None:
+        rec = self.pick(data)
         try:
             kid, ops = self.core.fork(rec)
         except (OutOfPages, LeaseReleased, LeaseNotReady):
-            return multiple()
+            return
         self.epochs[kid.id] = self.epochs[rec.id]
         REACHED["fork of a partial page"] += bool(rec.length % self.geometry.page_tokens)
         self.run_ops(ops)
-        return kid
 
     @precondition(lambda self: any(r.state is LeaseState.ACTIVE for r in self.core.leases.values()))
     @rule(data=st.data())
@@ -294,8 +326,10 @@ class CoreMachine(RuleBasedStateMachine):
             return
         REACHED["resumed whole" if whole else "resumed shorter"] += 1
 
-    @rule(rec=leases)
-    def release(self, rec: LeaseRecord) -> None:
+    @precondition(lambda self: self.core.leases)
+    @rule(data=st.data(), state=st.sampled_from(list(LeaseState)))
+    def release(self, data: Any, state: LeaseState) -> None:
+        rec = self.pick(data, state)
         REACHED["released while restoring"] += rec.state is LeaseState.RESTORING
         self.run_ops(self.core.release(rec))
         assert not self.core.release(rec)
@@ -358,6 +392,12 @@ class CoreMachine(RuleBasedStateMachine):
             return
         while self.plane.live and data.draw(st.booleans()):
             self.end(min(self.plane.live), None)
+        for rec in self.core.leases.values():
+            rec.state = LeaseState.RELEASED  # handles of a process that is gone
+        for pin in self.core.pins:
+            pin.closed = True
+        for pre in self.core.prefetches.values():
+            pre.done = True
         self.boot()
         REACHED["restarted with pages on disk"] += bool(self.disk.records)
 
