@@ -109,7 +109,7 @@ class DeviceTransfer:
         self._open_ops = 0
         self._closing = False
         self._stopped = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._packing = Workers("pack", 1)
         self._landing = Workers("land", LANDING_THREADS.get(where.type, 2))
         self._reading = Workers("read", config.io_threads)
@@ -128,7 +128,7 @@ class DeviceTransfer:
 
     def traffic(self, tier: Tier) -> Traffic:
         """Bytes and faults of one tier so far."""
-        with self._changed:
+        with self._lock:
             return self._traffic[tier]
 
     def start(
@@ -152,7 +152,7 @@ class DeviceTransfer:
             fences=self._streams.fences(),
             deadline=deadline,
         )
-        with self._changed:
+        with self._lock:
             refused = self._closing and threading.current_thread() not in self._threads
             self._open_ops += 1
         if refused:
@@ -172,13 +172,12 @@ class DeviceTransfer:
 
         From a completion callback it only asks for that and returns.
         """
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._stop_if_idle()
             if threading.current_thread() in self._threads:
                 return
-            self._changed.wait_for(lambda: self._stopped)
-        for thread in self._threads:
+        for thread in self._threads:  # they end when the last op has
             thread.join()
         atexit.unregister(self._at_exit)
         for loader in self._loaders:
@@ -316,7 +315,7 @@ class DeviceTransfer:
 
     def _fault(self, op: Op, part: int, tier: Tier, why: str) -> None:
         cause = (op.kind, why.partition(":")[0])
-        with self._changed:
+        with self._lock:
             traffic = self._traffic[tier]
             self._traffic[tier] = replace(traffic, faults=traffic.faults + 1)
             known = cause in self._causes
@@ -330,7 +329,7 @@ class DeviceTransfer:
             )
 
     def _count_moved(self, parts: tuple[Part, ...]) -> None:
-        with self._changed:
+        with self._lock:
             for part in parts:
                 size = size_of(self._layout, part)
                 source = self._traffic[part.source]
@@ -342,7 +341,7 @@ class DeviceTransfer:
     def _op_ended(self, job: Job) -> None:
         if job.staged:
             self._staging.dismiss(job.staged)
-        with self._changed:
+        with self._lock:
             self._open_ops -= 1
             self._stop_if_idle()
 
@@ -351,7 +350,6 @@ class DeviceTransfer:
             self._stopped = True
             for workers in self._workers:
                 workers.stop()
-            self._changed.notify_all()
 
 
 def _forget(pools: tuple[Workers, ...], at_exit: Callable[[], None]) -> None:

@@ -5,11 +5,14 @@ Everything that may not be read is 0xFF, everything that is expected was cloned 
 
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +29,8 @@ from kvtier.testing import MemoryStore
 from kvtier.types import Tier
 
 torch.set_num_threads(1)
+
+ROOT = Path(__file__).parents[2]
 
 GPU, CPU, DISK = Tier.GPU, Tier.CPU, Tier.DISK
 PLAIN = gqa(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", page_tokens=16)
@@ -787,6 +792,31 @@ def test_threads_end_with_a_transfer_nobody_closed() -> None:
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_a_process_that_forgot_to_close_ends_well() -> None:
+    """A thread killed within a copy would take the process down ("terminate called ...")."""
+    code = f"""
+import torch
+from kvtier.config import CacheConfig
+from kvtier.core.geometry import Geometry
+from kvtier.core.ops import Kind, Op, OpKind, Part
+from kvtier.data import DeviceTransfer
+from kvtier.layouts import gqa
+from kvtier.types import Tier
+
+layout = gqa(layers=4, kv_heads=8, head_dim=128, page_tokens=512)
+transfer = DeviceTransfer(
+    layout, Geometry(page_tokens=512, gpu_pages=2, cpu_frames=2), device="cpu", store=None,
+    config=CacheConfig(gpu_bytes=1, cpu_bytes=1, on_full="wait", wait_s=60),
+)
+part = Part(Kind.HISTORY, Tier.GPU, (1,), Tier.CPU, (1,))
+for i in range(5):
+    for kind in ({OpKind.PACK!s}, {OpKind.RESTORE!s}):
+        transfer.start(Op(i, kind, (part,)), packed=lambda: None, done=lambda n, error: None)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_it_may_be_made_under_inference_mode() -> None:
