@@ -21,7 +21,7 @@ import xxhash
 from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Kind, Op, OpKind, Part
-from kvtier.data import DeviceTransfer, Traffic
+from kvtier.data import DeviceTransfer, HostArena, Traffic
 from kvtier.errors import CacheClosed, ConfigError, StoreError
 from kvtier.layouts import Component, Layout, Share, gqa
 from kvtier.seams import Read, Record
@@ -284,6 +284,40 @@ def test_rows_are_the_bytes_that_travel() -> None:
         assert torch.equal(rows[32:48], want)
 
 
+def test_host_frames_are_aligned_and_shared_not_copied() -> None:
+    arena = HostArena(3, 8192)
+    assert arena.frames.data_ptr() % 4096 == 0
+    arena.frames[1, 5] = 7
+    view = arena.view(1)
+    assert (len(view), view[5], view.readonly) == (8192, 7, False)
+    view[6] = 9
+    assert arena.spans([1])[0][6] == 9
+    assert not arena.frames[0].any()
+    for frame in (-1, 3):
+        with pytest.raises(IndexError):
+            arena.view(frame)
+    assert HostArena(0, 4096).frames.shape == (0, 4096)
+
+
+def test_rows_of_a_component_that_is_not_registered() -> None:
+    """B7: it fails when a model attaches, not when a page comes back without it."""
+    with plane(TAILED, TAILED_GEOMETRY) as p:
+        for name, layer in [("rope", 0), ("latent", 1)]:
+            with pytest.raises(ConfigError, match=name):
+                p.pool.rows(name, layer)
+        assert p.pool.rows("latent", 2).shape == (12 * 16, 6)
+        assert p.pool.rows("ring", 0).dtype == torch.float32
+        # Packed pages have no rows of their own: (pages, page bytes).
+        assert p.pool.rows("c4", 0).shape == (12, 64)
+        assert p.pool.rows("swa", 1).shape == (10, 96)
+        assert p.pool.num_bytes() == (
+            12 * TAILED.page_bytes()
+            + 4 * TAILED.state_bytes()
+            + 10 * TAILED.window_bytes()
+            + 3 * TAILED.checkpoint_bytes()
+        )
+
+
 def test_sources_may_be_overwritten_when_packed_fires(device: str) -> None:
     """D1: the copy to the host is held back until the source is long gone."""
     with plane(device=device) as p:
@@ -460,13 +494,13 @@ def test_a_tail_that_does_not_fit_its_frames_is_not_cut_off() -> None:
 def test_parked_tails_keep_what_they_hold(device: str) -> None:
     """A window page that is not held (-1) is neither read nor written."""
     with plane(TAILED, TAILED_GEOMETRY, device=device) as p:
-        want = fill_tail(p, (2, -1, 3), seed=2)
-        part = Part(Kind.TAIL, GPU, (2, -1, 3), CPU, (0, 1), live_src=True)
+        want = fill_tail(p, (2, -1, 3, 5), seed=2)
+        part = Part(Kind.TAIL, GPU, (2, -1, 3, 5), CPU, (0, 1), live_src=True)
         assert p.start(OpKind.PACK, part).delivered == 1
         p.pool.poison_all()
-        back = Part(Kind.TAIL, CPU, (0, 1), GPU, (0, -1, 8), live_dst=True)
+        back = Part(Kind.TAIL, CPU, (0, 1), GPU, (0, -1, 8, 2), live_dst=True)
         assert p.start(OpKind.RESTORE, back).delivered == 1
-        assert tail(p, (0, -1, 8)) == want
+        assert tail(p, (0, -1, 8, 2)) == want
         assert p.transfer.traffic(CPU) == Traffic(len(want), len(want), 0)
         assert set(tail(p, (1, 9, 7, 0))) == {255}
 
