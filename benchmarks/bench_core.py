@@ -27,6 +27,7 @@ __all__ = ["run"]
 
 PAGES = (64, 256)
 LONG = 131_072
+LEAVES = {64: (1_000, 100_000, 1_000_000), 256: (1_000, 100_000)}
 PEERS = ("sglang_tree", "vllm_pool")
 
 
@@ -93,7 +94,7 @@ def run(quick: bool, peers: Path | None = None) -> list[Result]:
         results.append(_insert(page, work))
         results.append(_decode(page, steps=64 if quick else 512))
         results.append(_long_match(page, 100 if quick else 1_000))
-        results += _evict_flat(page, (1_000, 10_000) if quick else (1_000, 100_000, 1_000_000))
+        results += _evict_flat(page, (1_000, 10_000) if quick else LEAVES[page])
     if peers is None:
         return results
     theirs = _peers(peers, quick=quick)

@@ -9,6 +9,7 @@ shift
 pins=$(mktemp)
 trap 'rm -f "$pins"' EXIT
 grep -vE '^(transformers|tokenizers|safetensors|huggingface_hub)==' constraints.txt >"$pins"
+failed=()
 for version in "$@"; do
     venv=.venv-transformers-$version
     wanted=transformers
@@ -22,5 +23,6 @@ for version in "$@"; do
     "${pip[@]}" --upgrade "$wanted"
     "${pip[@]}" --no-build-isolation -e '.[deepseek]'
     "$venv/bin/python" -c 'import transformers; print("transformers", transformers.__version__)'
-    OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n 2 -q tests/adapter
+    OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n 2 -q tests/adapter || failed+=("$wanted")
 done
+[ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}" >&2; exit 1; }

@@ -1,0 +1,421 @@
+"""The command ``kvtier``: a demo, and tools that look into a disk directory.
+
+Owns argument parsing, printing and exit statuses.  Everything it reports comes from
+``kvtier.stores``; the demo is whatever is registered under the entry point group
+``kvtier.demos``.  Needs no torch except through the demo.
+
+Exit status: 0 all is well, 1 something was found (damage, a failed demo), 2 the command could not
+be carried out.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+import kvtier
+from kvtier.core.keys import chain_root, checkpoint_key, page_key
+from kvtier.errors import KVTierError, StoreError, TokenError
+from kvtier.stores import LmdbStore, StoreInfo, fsck, list_stores
+from kvtier.tokens import TOKEN_BYTES, TokenBuffer, pack
+from kvtier.types import Identity
+
+__all__ = ["main", "read_tokens"]
+
+DEMOS = "kvtier.demos"
+OK, FOUND, FAILED = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status.  Usage errors leave through SystemExit(2)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if arguments[:1] == ["demo"]:  # the demo parses its own arguments, `--help` among them
+        return _demo(arguments[1:])
+    options = parser.parse_args(arguments)
+    try:
+        run: Callable[[argparse.Namespace], int] = options.run
+        status = run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `kvtier ls ... | head`; nobody reads what is still buffered
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except (KVTierError, OSError) as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("kvtier: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvtier",
+        description="A KV cache over device, host and disk: a demo, and a look into its directory.",
+        epilog="Exit status: 0 all is well, 1 something was found, 2 the command failed.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvtier {kvtier.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    commands.add_parser(
+        "demo",
+        help="serve a conversation from all tiers, across a restart",
+        description="Runs a registered demo; `kvtier demo --help` shows its own options.",
+        add_help=False,
+    )
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], short: str, long: str
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=short, description=long)
+        added.add_argument("path", type=Path, metavar="PATH", help="the cache's disk_path")
+        added.set_defaults(run=run)
+        return added
+
+    added = command(
+        "ls",
+        _ls,
+        "list the stores in a directory",
+        "One line a store: there is one for each layout, model and rank.  Opens nothing for "
+        "writing; a store in use may be listed.",
+    )
+    added.add_argument("--json", action="store_true", help="print a JSON list")
+    added = command(
+        "stat",
+        _stat,
+        "show what the stores hold",
+        "Records, frames, bytes and quarantined records of each store, and of the directory.",
+    )
+    added.add_argument("--json", action="store_true", help="print a JSON object")
+    added = command(
+        "explain",
+        _explain,
+        "say which pages of a prompt are on disk",
+        "Walks the prompt's keys through every store.  Says how many tokens a restart would find "
+        "there, and where the chain ends.  Prompts with spans (images) are not supported.",
+    )
+    added.add_argument(
+        "--tokens",
+        required=True,
+        metavar="FILE",
+        help="token ids: .npy, or text (JSON list, or ids separated by spaces, commas or lines); "
+        "- reads text from standard input",
+    )
+    added.add_argument("--tenant", help="identity: tenant")
+    added.add_argument("--adapter", help="identity: adapter (LoRA)")
+    added.add_argument("--salt", type=_hex, metavar="HEX", help="identity: salt, in hex digits")
+    added = command(
+        "fsck",
+        _fsck,
+        "verify every record on disk",
+        "Reads every record and compares checksum, tokens and parent.  Exits 1 if anything is "
+        "wrong, also after repairing it.  A store in use cannot be checked.",
+    )
+    added.add_argument(
+        "--repair",
+        action="store_true",
+        help="drop what is wrong (and what needs it), so that it can be written anew",
+    )
+    return parser
+
+
+# ------------------------------------------------------------------ demo
+
+
+def _demo(arguments: Sequence[str]) -> int:
+    found = sorted(metadata.entry_points(group=DEMOS), key=lambda entry: entry.name)
+    names = [entry.name for entry in found]
+    chosen = found[:1]
+    if arguments and arguments[0] in names:
+        chosen = [entry for entry in found if entry.name == arguments[0]]
+        arguments = arguments[1:]
+    if not chosen:
+        print(
+            "kvtier: no demo is installed; from a clone, `make demo` installs and runs it, "
+            'elsewhere `pip install "kvtier[deepseek]"` brings one',
+            file=sys.stderr,
+        )
+        return FAILED
+    try:
+        demo: Callable[[Sequence[str]], int] = chosen[0].load()
+    except ImportError as error:
+        print(f"kvtier: demo {chosen[0].name!r} does not import: {error}", file=sys.stderr)
+        return FAILED
+    return demo(arguments)
+
+
+# ------------------------------------------------------------------ ls, stat
+
+
+def _ls(options: argparse.Namespace) -> int:
+    found = list_stores(options.path)
+    if options.json:
+        _print_json([_plain(info) for info in found])
+        return OK
+    rows = [
+        [
+            Path(info.path).name,
+            _count(info.pages),
+            _count(info.checkpoints),
+            _size(info.bytes),
+            _size(info.frame_bytes) if info.frame_bytes else "?",
+            info.state,
+        ]
+        for info in found
+    ]
+    _print_table(["store", "pages", "checkpoints", "size", "frame", "state"], rows)
+    return OK
+
+
+def _stat(options: argparse.Namespace) -> int:
+    stores = [_details(info) for info in list_stores(options.path)]
+    total = sum(int(store["bytes"] or 0) for store in stores)
+    if options.json:
+        _print_json({"path": str(options.path), "bytes": total, "stores": stores})
+        return OK
+    for store in stores:
+        print(store["store"])
+        for name, value in store.items():
+            if name != "store":
+                shown = _size(value) if "bytes" in name and isinstance(value, int) else value
+                print(f"  {name.replace('_', ' '):15} {'?' if shown is None else shown}")
+        print()
+    print(f"{len(stores)} stores, {_size(total)}")
+    return OK
+
+
+def _details(info: StoreInfo) -> dict[str, str | int | None]:
+    """What is known of a store; None where it cannot be read."""
+    details: dict[str, str | int | None] = {
+        "store": Path(info.path).name,
+        "rank": f"{info.rank} of {info.world}",
+        "state": info.state,
+        "pages": info.pages,
+        "checkpoints": info.checkpoints,
+        "bytes": info.bytes,
+        "frame_bytes": info.frame_bytes or None,
+        "payload_bytes": None,
+        "frames": None,
+        "quarantined": None,
+        "leaf_pages": None,
+        "longest_chain": None,
+    }
+    if (store := _open(info)) is None:
+        return details
+    with store:
+        counters, entries = store.counters(), store.scan()
+    history = entries[entries["checkpoint"] == 0]
+    leaves = len(np.setdiff1d(history["key"], history["parent"]))
+    return details | {
+        "pages": len(history),
+        "checkpoints": len(entries) - len(history),
+        "payload_bytes": counters.bytes,
+        "frames": counters.frames,
+        "quarantined": counters.quarantined,
+        "leaf_pages": leaves,
+        "longest_chain": int(history["depth"].max(initial=0)),
+    }
+
+
+def _open(info: StoreInfo) -> LmdbStore | None:
+    """The store for reading, beside whoever writes it; None if it cannot be opened."""
+    if not info.frame_bytes:
+        return None
+    try:
+        return LmdbStore(
+            Path(info.path).parent,
+            fingerprint=info.fingerprint,
+            rank=info.rank,
+            world=info.world,
+            frame_bytes=info.frame_bytes,
+            mode="read",
+        )
+    except StoreError as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return None
+
+
+# ------------------------------------------------------------------ explain
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """How far a prompt's pages are in one store."""
+
+    page_tokens: int
+    pages: int
+    checkpoints: tuple[int, ...]
+    """Depths (1-based) of the pages that have one."""
+
+
+def _explain(options: argparse.Namespace) -> int:
+    tokens = read_tokens(options.tokens)
+    identity = Identity(tenant=options.tenant, adapter=options.adapter, salt=options.salt)
+    print(f"{len(tokens)} tokens")
+    stores = list_stores(options.path)
+    status = OK
+    for info in stores:
+        name = Path(info.path).name
+        if (store := _open(info)) is None:
+            print(f"{name}: cannot be read")
+            status = FAILED
+            continue
+        with store:
+            entries = store.scan()
+        found = _follow(tokens, chain_root(info.fingerprint, identity), entries)
+        if found is None:
+            print(f"{name}: no page of these tokens (for this identity)")
+            continue
+        held = found.pages * found.page_tokens
+        whole = len(tokens) // found.page_tokens
+        print(
+            f"{name}: {held} tokens, {found.pages} of {whole} pages of {found.page_tokens} tokens"
+        )
+        if found.checkpoints:
+            print(f"  checkpoints at token {', '.join(map(str, found.checkpoints))}")
+        if found.pages < whole:
+            print(f"  the page at token {held} is not here")
+    if not stores:
+        print("no stores")
+    return status
+
+
+def _follow(tokens: TokenBuffer, root: bytes, entries: npt.NDArray[np.void]) -> _Chain | None:
+    """The chain of the prompt's pages in a store.  Stores do not say how long their pages are, but
+    a first page's key fits one length only."""
+    keys = {bytes(key) for key in entries["key"]}
+    data = tokens.data
+    for page_tokens in (1 << shift for shift in range(10)):
+        stride = page_tokens * TOKEN_BYTES
+        key, pages, checkpoints = root, 0, []
+        for start in range(0, len(data) - stride + 1, stride):
+            key = page_key(key, data[start : start + stride])
+            if key not in keys:
+                break
+            pages += 1
+            if checkpoint_key(key) in keys:
+                checkpoints.append(pages * page_tokens)
+        if pages:
+            return _Chain(page_tokens, pages, tuple(checkpoints))
+    return None
+
+
+# ------------------------------------------------------------------ fsck
+
+
+def _fsck(options: argparse.Namespace) -> int:
+    with _Bar("verifying") as bar:
+        reports = fsck(options.path, repair=options.repair, progress=bar.show)
+    status = OK
+    for report in reports:
+        name = Path(report.path).name
+        if report.state == "open":
+            print(f"{name}: in use by another process, not checked")
+            status = status or FAILED
+            continue
+        wrong = [] if report.index == "sound" else [f"index: {report.index}"]
+        if report.damaged:
+            wrong.append(f"{len(report.damaged)} damaged records")
+        if report.quarantined:
+            wrong.append(f"{report.quarantined} quarantined frames")
+        outcome = "; ".join(wrong) or "sound"
+        if wrong:
+            status = FOUND
+            outcome += " (repaired)" if report.repaired else " (--repair removes what is bad)"
+        print(f"{name}: {report.records} records, {outcome}")
+    print(f"{len(reports)} stores checked" if reports else "no stores")
+    return status
+
+
+class _Bar:
+    """A progress bar on standard error; silent where that is not a terminal."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._shown = -1
+        self._terminal = sys.stderr.isatty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown >= 0:
+            sys.stderr.write("\r\033[K")
+
+    def show(self, done: int, total: int) -> None:
+        """Draw ``done`` of ``total``; redrawn when a full percent has passed."""
+        percent = 100 * done // max(total, 1)
+        if not self._terminal or percent == self._shown:
+            return
+        self._shown = percent
+        filled = "#" * (percent * 30 // 100)
+        sys.stderr.write(f"\r{self._label} [{filled:30}] {percent:3}% of {total}")
+        sys.stderr.flush()
+
+
+# ------------------------------------------------------------------ printing
+
+
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        print("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip())
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def _plain(info: StoreInfo) -> dict[str, object]:
+    return asdict(info) | {"fingerprint": info.fingerprint.hex()}
+
+
+def _count(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def _size(value: int) -> str:
+    size = float(value)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+# ------------------------------------------------------------------ tokens
+
+
+def read_tokens(source: str) -> TokenBuffer:
+    """Token ids from a ``.npy`` file, or from text: a JSON list, or ids with anything of spaces,
+    commas and line ends between them; "-" is standard input.
+
+    Raises TokenError for what is not a list of ids, OSError for what cannot be read.
+    """
+    if source.endswith(".npy"):
+        try:
+            return pack(np.load(source, allow_pickle=False))
+        except ValueError as error:
+            raise TokenError(f"{source}: {error}") from error
+    text = sys.stdin.read() if source == "-" else Path(source).read_text(errors="replace")
+    words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+    try:
+        return pack([int(word) for word in words])
+    except ValueError as error:  # TokenError is one
+        raise TokenError(f"{source}: {error}") from error
+
+
+def _hex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not hex digits") from error
