@@ -67,9 +67,7 @@ def _leases(core: "CacheCore", errors: list[str]) -> Counter[Node]:
     return pins
 
 
-def _nodes(
-    core: "CacheCore", nodes: list[Node], pins: Counter[Node], errors: list[str]
-) -> None:
+def _nodes(core: "CacheCore", nodes: list[Node], pins: Counter[Node], errors: list[str]) -> None:
     """Structure and counts of nodes (I2, I6, I7, I9)."""
     keeps: Counter[Node] = Counter()
     for pin in core.pins:
@@ -83,7 +81,9 @@ def _nodes(
         parent = n.parent
         assert parent is not None
         if n.pins != pins[n] or n.keeps != keeps[n]:
-            errors.append(f"I2: node {n.depth}: pins {n.pins}/{pins[n]}, keeps {n.keeps}/{keeps[n]}")
+            errors.append(
+                f"I2: node {n.depth}: pins {n.pins}/{pins[n]}, keeps {n.keeps}/{keeps[n]}"
+            )
         if parent.depth and (parent.pins < n.pins or parent.tick < n.tick):
             errors.append(f"I2: node {n.depth}: pins or tick above its parent's")
         if core.residency.best(n) is None:
@@ -99,7 +99,9 @@ def _nodes(
             if n.copies[tier] is not None and parent.depth and parent.copies[tier] is None:
                 errors.append(f"I6: node {n.depth} is in tier {tier}, its parent is not")
             if n.copies[tier + CHECKPOINT] is not None and n.copies[tier] is None:
-                errors.append(f"I6: checkpoint of node {n.depth} is in tier {tier} without its page")
+                errors.append(
+                    f"I6: checkpoint of node {n.depth} is in tier {tier} without its page"
+                )
 
 
 def _copies(core: "CacheCore", nodes: list[Node], errors: list[str]) -> None:
@@ -130,8 +132,8 @@ def _copies(core: "CacheCore", nodes: list[Node], errors: list[str]) -> None:
         if copy.ready == bool(copy.writer) and copy.node is not None and copy.node.run is not None:
             errors.append(f"I3: copy in {copy.tier} ready={copy.ready}, writer={copy.writer}")
     for n in nodes:
-        for slot, copy in enumerate(n.copies):
-            if copy is not None and (copy.node is not n or copy.slot != slot):
+        for slot, held in enumerate(n.copies):
+            if held is not None and (held.node is not n or held.slot != slot):
                 errors.append(f"I3: copy of node {n.depth} belongs elsewhere")
 
 
@@ -216,6 +218,8 @@ def _disk_links(core: "CacheCore", nodes: list[Node], errors: list[str]) -> None
             if not disk.live[row] or (slot == DISK and disk.key(row) != res.digest(n)):
                 errors.append(f"I6: node {n.depth} names a disk row that is not its own")
             busy[row] += copy.readers + bool(copy.writer) + bool(slot == DISK and n.keeps)
-    for row in disk.all_rows():
-        if disk.busy[row] != busy[int(row)]:
-            errors.append(f"I3: disk row {row} busy {disk.busy[row]}, held {busy[int(row)]}")
+    errors.extend(
+        f"I3: disk row {row} busy {disk.busy[row]}, held {busy[int(row)]}"
+        for row in disk.all_rows()
+        if disk.busy[row] != busy[int(row)]
+    )

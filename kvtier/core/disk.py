@@ -31,55 +31,39 @@ class DiskTable:
         self.quarantined = 0
         """Frames of bad records whose deletion has not been confirmed."""
         self.rows = 0
-        self._grow(_START if entries is None else max(_START, len(entries) * 5 // 4))
+        self.root_keys: list[bytes] = []
+        self.touched: set[int] = set()
+        self._root_index: dict[bytes, int] = {}
         self._free: list[int] = []
         self._next = 0
         self._victims: deque[int] = deque()
-        self.touched: set[int] = set()
+        self._size = 0
+        self._keys = bytearray()
+        self.parent, self.kids, self.depth, self.root = (_none(np.int32) for _ in range(4))
+        self.tick = _none(np.int64)
+        self.frames = _none(np.uint16)
+        self.busy = _none(np.uint16)
+        """Operations and pins that hold the row."""
+        self.live = _none(np.uint8)
+        self._grow(_START if entries is None else max(_START, len(entries) * 5 // 4))
         if entries is not None and len(entries):
             self._load(entries)
 
     # ------------------------------------------------------------------ columns
     def _grow(self, size: int) -> None:
-        old = getattr(self, "_size", 0)
+        more = size - self._size
+        for name in ("parent", "kids", "depth", "root", "tick", "frames", "busy", "live"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
+        self._keys += bytes(more * KEY_BYTES)
         self._size = size
-
-        def column(name: str, dtype: str, fill: int) -> None:
-            new = np.full(size, fill, dtype=dtype)
-            if old:
-                new[:old] = getattr(self, name)
-            setattr(self, name, new)
-
-        column("parent", "<i4", -1)
-        column("kids", "<i4", 0)
-        column("depth", "<i4", 0)
-        column("root", "<i4", -1)
-        column("frames", "<u2", 0)
-        column("tick", "<i8", 0)
-        column("live", "u1", 0)
-        """1: in use."""
-        column("busy", "<u2", 0)
-        """Operations and pins that hold the row."""
-        keys = bytearray(size * KEY_BYTES)
-        if old:
-            keys[: old * KEY_BYTES] = self._keys
-        self._keys = keys
         self._reindex()
-
-    parent: npt.NDArray[np.int32]
-    kids: npt.NDArray[np.int32]
-    depth: npt.NDArray[np.int32]
-    root: npt.NDArray[np.int32]
-    frames: npt.NDArray[np.uint16]
-    tick: npt.NDArray[np.int64]
-    live: npt.NDArray[np.uint8]
-    busy: npt.NDArray[np.uint16]
 
     def _reindex(self) -> None:
         """Build the hash index anew: linear probing, laid out in one vectorised pass."""
         slots = 1 << max(4, (self._size * 2 - 1).bit_length())
         self._mask = slots - 1
-        index = np.full(slots + _OVERFLOW, _EMPTY, dtype="<i4")  # probing never wraps
+        index = np.full(slots + _OVERFLOW, _EMPTY, dtype=np.int32)  # probing never wraps
         rows = np.flatnonzero(self.live)
         if len(rows):
             heads = np.frombuffer(self._keys, dtype="<u8")[::2][rows] & np.uint64(self._mask)
@@ -87,8 +71,7 @@ class DiskTable:
             home = heads[order].astype(np.int64)
             step = np.arange(len(rows))
             index[np.maximum.accumulate(home - step) + step] = rows[order]
-        self._index_array = index
-        self._index = memoryview(index)
+        self._index = memoryview(index.data)
         self._tombs = 0
 
     def _load(self, entries: npt.NDArray[Any]) -> None:
@@ -129,6 +112,7 @@ class DiskTable:
         )
         self.root_keys = [roots[16 * i : 16 * i + 16] for i in where]
         self._root_index = {k: i for i, k in enumerate(self.root_keys)}
+        self.root[:n] = -1
         self.root[first] = index
         jump = self.parent[:n].copy()  # pointer jumping: log2(depth) passes
         root = self.root[:n]
@@ -138,9 +122,6 @@ class DiskTable:
             jump[todo] = np.where(known < 0, jump[jump[todo]], jump[todo])
 
     # ------------------------------------------------------------------ lookups
-    root_keys: list[bytes] = []
-    _root_index: dict[bytes, int] = {}
-
     @property
     def free(self) -> int:
         return self.capacity - self.used - self.quarantined
@@ -322,3 +303,6 @@ class DiskTable:
             if self.find(self.key(int(r))) != r:
                 yield f"disk row {r} is not found by its key"
 
+
+def _none(dtype: type[np.integer[Any]]) -> npt.NDArray[Any]:
+    return np.zeros(0, dtype=dtype)

@@ -7,7 +7,7 @@ __all__ = ["Geometry"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Sizes of pages and pools.  A pool of 0 frames is a tier (or a class of frames) that is off."""
+    """Sizes of pages and pools.  A pool of 0 frames is off."""
 
     page_tokens: int
     page_bytes: int = 1
@@ -31,4 +31,4 @@ class Geometry:
     """Tokens of a window page."""
     gpu_windows: int = 0
     max_draft: int = 0
-    """Tokens past the committed ones that may be rejected; window pages are kept that much longer."""
+    """Tokens past the committed ones that may be rejected; windows are kept that much longer."""

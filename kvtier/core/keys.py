@@ -52,9 +52,7 @@ def page_key(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
     """Key of the page ``tokens`` (packed) behind ``parent``; ``extra`` comes from its spans."""
     if extra:
         return _digest(b"kvtier span 1", parent, tokens, extra)
-    return hashlib.blake2b(
-        parent + tokens, digest_size=KEY_BYTES, person=b"kvtier page 1"
-    ).digest()
+    return hashlib.blake2b(parent + tokens, digest_size=KEY_BYTES, person=b"kvtier page 1").digest()
 
 
 def checkpoint_key(page: bytes) -> bytes:
@@ -84,7 +82,8 @@ def page_extras(spans: Sequence[Span], page_tokens: int) -> dict[int, bytes]:
     out: dict[int, bytes] = {}
     for span in spans:
         for page in range(span.start // page_tokens, -(-span.stop // page_tokens)):
-            frame = struct.pack("<qqQ", span.start - page * page_tokens, span.stop - span.start,
-                                len(span.digest))
+            frame = struct.pack(
+                "<qqQ", span.start - page * page_tokens, span.stop - span.start, len(span.digest)
+            )
             out[page] = out.get(page, b"") + frame + span.digest
     return out

@@ -22,14 +22,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.tree import Node
+from kvtier.core.tree import NEVER, Node
+from kvtier.errors import LeaseNotReady, LeaseReleased
 from kvtier.tokens import TokenBuffer
 from kvtier.types import Identity, LeaseState, Span, Tier
 
 if TYPE_CHECKING:
     from kvtier.core.residency import Copy
 
-__all__ = ["LeaseRecord", "LeaseTables", "Parked", "PinRecord", "PrefetchRecord", "Tail"]
+__all__ = ["NEVER", "LeaseRecord", "LeaseTables", "Parked", "PinRecord", "PrefetchRecord", "Tail"]
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +110,17 @@ class LeaseRecord:
     counted: bool = False
     restored: dict[Tier, int] = field(default_factory=dict)
     origins: dict[Node, Tier] = field(default_factory=dict)
+
+    def check_active(self) -> None:
+        """Raises LeaseReleased or LeaseNotReady unless the lease is ACTIVE."""
+        if self.state is LeaseState.ACTIVE:
+            return
+        if self.state is LeaseState.RELEASED:
+            raise LeaseReleased(f"lease {self.id} {self.label!r} has been released")
+        raise LeaseNotReady(
+            f"lease {self.id} {self.label!r} is {self.state.value}; "
+            "wait on `ready` or resume() first"
+        )
 
     @property
     def state_slot(self) -> int:

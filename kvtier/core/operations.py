@@ -245,15 +245,27 @@ class TailPools:
 
 
 def history_part(
-    source: Copy, target: Copy, via: Copy | None = None, *, key: bytes = b"", parent: bytes = b"",
+    source: Copy,
+    target: Copy,
+    via: Copy | None = None,
+    *,
+    key: bytes = b"",
+    parent: bytes = b"",
     tokens: bytes = b"",
 ) -> Part:
     """A page's history, or a checkpoint, from one copy to another."""
     node = target.node
     assert node is not None
     return Part(
-        source.kind, TIERS[source.tier], source.frames, TIERS[target.tier], target.frames,
-        via=() if via is None else via.frames, key=key, parent=parent, depth=node.depth,
+        source.kind,
+        TIERS[source.tier],
+        source.frames,
+        TIERS[target.tier],
+        target.frames,
+        via=() if via is None else via.frames,
+        key=key,
+        parent=parent,
+        depth=node.depth,
         tokens=tokens,
     )
 

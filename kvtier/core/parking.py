@@ -65,8 +65,12 @@ class Parking:
             parked.windows = range(min(tail.windows, default=0), max(tail.windows, default=-1) + 1)
             parked.tail = self._host_copy(g.parked_frames, op_id)
             part = Part(
-                Kind.CHECKPOINT, Tier.GPU, tail.frames(parked.windows), Tier.CPU,
-                parked.tail.frames, live_src=True,
+                Kind.CHECKPOINT,
+                Tier.GPU,
+                tail.frames(parked.windows),
+                Tier.CPU,
+                parked.tail.frames,
+                live_src=True,
             )
             moves.append(Move(part, None, (parked.tail,), tail_src=tail))
         parked.op_id = op_id
@@ -120,8 +124,12 @@ class Parking:
         if parked.tail is not None:
             assert rec.tail is not None
             part = Part(
-                Kind.CHECKPOINT, Tier.CPU, parked.tail.frames, Tier.GPU,
-                rec.tail.frames(parked.windows), live_dst=True,
+                Kind.CHECKPOINT,
+                Tier.CPU,
+                parked.tail.frames,
+                Tier.GPU,
+                rec.tail.frames(parked.windows),
+                live_dst=True,
             )
             moves.append(Move(part, parked.tail, tail=rec.tail))
         return moves
@@ -181,4 +189,3 @@ class Parking:
             else:
                 res.pools[CPU].give(copy.frames)
         res.keep(reversed(parked.nodes), -1)
-

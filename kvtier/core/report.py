@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.core.keys import check_spans, checkpoint_key, page_extras, page_key
 from kvtier.core.ops import OpKind
-from kvtier.core.residency import CHECKPOINT, CPU, GPU, TIERS, Residency
+from kvtier.core.residency import CHECKPOINT, CPU, GPU, TIERS
 from kvtier.core.restore import inside_span
 from kvtier.core.tree import Node
 from kvtier.tokens import TokenBuffer
@@ -24,29 +24,13 @@ from kvtier.types import (
 if TYPE_CHECKING:
     from kvtier.core.machine import CacheCore
 
-__all__ = ["digest", "disk_checkpoints", "explain", "pages", "stats", "tiers_of"]
+__all__ = ["digest", "explain", "pages", "stats", "tiers_of"]
 
 
 def tiers_of(node: Node, kind: int = 0) -> frozenset[Tier]:
     """Tiers with a READY copy of a page, or (``CHECKPOINT``) of its checkpoint."""
     copies = node.copies[kind : kind + 3]
     return frozenset(t for t, c in zip(TIERS, copies, strict=True) if c is not None and c.ready)
-
-
-def disk_checkpoints(
-    residency: Residency, nodes: Sequence[Node], data: bytes, extras: Mapping[int, bytes], count: int
-) -> list[bool]:
-    """For ``count`` pages behind ``nodes`` that are only on disk: whether each has a checkpoint."""
-    if not count or residency.disk is None:
-        return []
-    stride = residency.tree.stride
-    root = next(iter(residency.tree.roots.values())) if not nodes else None
-    key = residency.digest(nodes[-1]) if nodes else (root.digest if root is not None else b"")
-    out = []
-    for page in range(len(nodes), len(nodes) + count):
-        key = page_key(key, data[page * stride : (page + 1) * stride], extras.get(page, b""))
-        out.append(residency.disk.find(checkpoint_key(key)) >= 0)
-    return out
 
 
 def explain(
@@ -57,7 +41,7 @@ def explain(
     spans = check_spans(spans, len(tokens)) if spans else ()
     extras = page_extras(spans, page) if spans else {}
     stride, data = page * 4, tokens.data
-    root = core._root(identity)
+    root = res.root(identity)
     segments, _, _ = res.tree.walk(root, data, extras or None)
     nodes = [n for run, first, stop in segments for n in run[first:stop]]
     key, known = root.digest, True
@@ -153,7 +137,9 @@ def _tier(core: "CacheCore", tier: Tier) -> TierStats:
         pool = res.pools[int(tier)]
         capacity, free = pool.size, pool.free
         in_flight += sum(
-            len(c.frames) for c in res.orphans if c.slot in (int(tier), CPU + CHECKPOINT * (tier > 0))
+            len(c.frames)
+            for c in res.orphans
+            if c.slot in (int(tier), CPU + CHECKPOINT * (tier > 0))
         )
         reserved = capacity - free - resident - in_flight
     return TierStats(
@@ -172,17 +158,22 @@ def _tier(core: "CacheCore", tier: Tier) -> TierStats:
 
 def pages(core: "CacheCore", identity: Identity | None) -> list[PageInfo]:
     """The radix tree, parents before children."""
-    out = []
+    out: list[PageInfo] = []
     for who, root in core.residency.tree.roots.items():
         if identity is not None and who != identity:
             continue
-        for n in core.residency.tree.iterate(root):
-            out.append(
-                PageInfo(
-                    core.residency.digest(n), n.depth, who, tiers_of(n), tiers_of(n, CHECKPOINT),
-                    n.pins, len(n.offspring()),
-                )
+        out.extend(
+            PageInfo(
+                core.residency.digest(n),
+                n.depth,
+                who,
+                tiers_of(n),
+                tiers_of(n, CHECKPOINT),
+                n.pins,
+                len(n.offspring()),
             )
+            for n in core.residency.tree.iterate(root)
+        )
     return out
 
 
@@ -204,8 +195,18 @@ def digest(core: "CacheCore") -> bytes:
         path = [numbers.get(n, -1) for n in rec.nodes]
         h.update(
             repr(
-                (rec.id, rec.row, rec.state, rec.length, rec.frames, rec.owned, path, rec.spare,
-                 sorted(rec.waits), bytes(rec.tokens))
+                (
+                    rec.id,
+                    rec.row,
+                    rec.state,
+                    rec.length,
+                    rec.frames,
+                    rec.owned,
+                    path,
+                    rec.spare,
+                    sorted(rec.waits),
+                    bytes(rec.tokens),
+                )
             ).encode()
         )
     h.update(repr(sorted(core.operations.running)).encode())
@@ -214,4 +215,3 @@ def digest(core: "CacheCore") -> bytes:
         rows = core.residency.disk.all_rows()
         h.update(b"".join(core.residency.disk.key(int(r)) for r in rows))
     return h.digest()
-

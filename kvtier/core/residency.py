@@ -22,9 +22,9 @@ from kvtier.core.disk import DiskTable
 from kvtier.core.eviction import Entry, EvictionOrder, policy_for
 from kvtier.core.frames import FramePool
 from kvtier.core.geometry import Geometry
-from kvtier.core.keys import checkpoint_key, page_key
+from kvtier.core.keys import chain_root, checkpoint_key, page_key
 from kvtier.core.ops import Kind
-from kvtier.core.tree import Node, RadixTree
+from kvtier.core.tree import NEVER, Node, RadixTree
 from kvtier.types import Identity, Tier
 
 __all__ = ["CHECKPOINT", "CPU", "DISK", "GPU", "Copy", "Residency"]
@@ -103,10 +103,14 @@ class Residency:
         self._ghost_limit = 2 * (geometry.gpu_pages + geometry.cpu_frames)
 
     # ------------------------------------------------------------------ keys
-    def root(self, identity: Identity, root_key: bytes) -> Node:
+    def root(self, identity: Identity) -> Node:
         root = self.tree.root(identity)
-        root.digest = root_key
+        if not root.digest:
+            root.digest = self.root_key(identity)
         return root
+
+    def root_key(self, identity: Identity) -> bytes:
+        return chain_root(self.chain, identity)
 
     def digest(self, node: Node) -> bytes:
         """The node's chained key; computed along the path once, then kept."""
@@ -361,7 +365,7 @@ class Residency:
         node.digest = self.disk.key(row)
         self.attach(node, DISK, (row,))
         self.disk_nodes[row] = node
-        node.expires = max(node.expires, 0.0) or float("inf")
+        node.expires = NEVER if node.expires < 0 else node.expires
         tail = self.disk.find(checkpoint_key(node.digest)) if self.geometry.has_tails else -1
         if tail >= 0:
             self.attach(node, DISK + CHECKPOINT, (tail,))

@@ -8,7 +8,7 @@ or plans again.  Every failure takes away the copy that failed, so planning agai
 from collections.abc import Sequence
 
 from kvtier.core.geometry import Geometry
-from kvtier.core.keys import checkpoint_key, page_key
+from kvtier.core.keys import checkpoint_key
 from kvtier.core.leases import LeaseRecord, LeaseTables, PrefetchRecord
 from kvtier.core.operations import Move, Operations, TailPools, history_part
 from kvtier.core.ops import Kind, Op, OpKind, Part
@@ -63,9 +63,8 @@ class Restore:
             row = res.disk_row(last, data[page * stride : (page + 1) * stride], extra)
             if row < 0:
                 break
-            if last.depth and last.copies[DISK] is None:
-                if not self._link(last):
-                    break
+            if last.depth and last.copies[DISK] is None and not self._link(last):
+                break
             last = res.load_row(last, data, page, extra, row)
             nodes.append(last)
         return nodes, max(known, len(nodes))
@@ -171,9 +170,7 @@ class Restore:
         op_id = operations.next_id()
         moves: list[Move] = []
         frames = res.pools[GPU].take(len(missing))
-        targets = [
-            res.attach(n, GPU, (f,), op_id) for n, f in zip(missing, frames, strict=True)
-        ]
+        targets = [res.attach(n, GPU, (f,), op_id) for n, f in zip(missing, frames, strict=True)]
         sources = [res.best(n) for n in missing]
         vias = self._vias(missing, op_id)
         for n, source, target in zip(missing, sources, targets, strict=True):
@@ -224,9 +221,7 @@ class Restore:
         for c in [*held, *([guard] if guard is not None else [])]:
             c.readers -= 1
         frames = res.pools[CPU].take(fits)
-        return {
-            n: res.attach(n, CPU, (f,), op_id) for n, f in zip(todo, frames, strict=False)
-        }
+        return {n: res.attach(n, CPU, (f,), op_id) for n, f in zip(todo, frames, strict=False)}
 
     def _move(self, n: Node, source: Copy, target: Copy, via: Copy | None) -> Move:
         if source.tier != DISK:
@@ -328,7 +323,7 @@ class Restore:
     # ------------------------------------------------------------------ prefetch
     def prefetch(self, rec: PrefetchRecord) -> list[Op]:
         """Bring what is only on disk up to the host; pages already there count as they are."""
-        res, operations = self.residency, self.operations
+        operations = self.operations
         op_id = operations.next_id()
         missing = [n for n in rec.nodes if n.copies[GPU] is None and n.copies[CPU] is None]
         vias = self._vias(missing, op_id)
@@ -357,21 +352,3 @@ class Restore:
             count += 1
         rec.tokens, rec.done = count * self.geometry.page_tokens, True
         self.settled.append(rec)
-
-
-def disk_pages(
-    residency: Residency, last: Node, data: bytes, extras: dict[int, bytes], first: int, limit: int
-) -> tuple[int, bytes]:
-    """How many pages from ``first`` on are only on disk (at most up to ``limit``), and the key of
-    the last.  Changes nothing."""
-    disk, stride = residency.disk, residency.tree.stride
-    if disk is None or not disk.rows or first >= limit:
-        return 0, b""
-    key, page = residency.digest(last), first
-    while page < limit:
-        tokens = data[page * stride : (page + 1) * stride]
-        longer = page_key(key, tokens, extras.get(page, b""))
-        if disk.find(longer) < 0:
-            break
-        key, page = longer, page + 1
-    return page - first, key

@@ -16,8 +16,9 @@ from kvtier.types import Identity
 if TYPE_CHECKING:
     from kvtier.core.residency import Copy
 
-__all__ = ["Node", "RadixTree", "Run"]
+__all__ = ["NEVER", "Node", "RadixTree", "Run"]
 
+NEVER = float("inf")
 _RUN_BYTES = 1 << 16
 """A run longer than this is not extended: extending copies it."""
 
@@ -156,7 +157,12 @@ class RadixTree:
             nodes = run.nodes
             count = len(nodes)
             tokens = run.tokens
-            if index == 0 and len(tokens) == count * stride and not extras and data.startswith(tokens, pos):
+            if (
+                index == 0
+                and len(tokens) == count * stride
+                and not extras
+                and data.startswith(tokens, pos)
+            ):
                 stop = count
             else:
                 stop = index + self._common(run, index, known, data, pos, end, extras)
@@ -217,8 +223,13 @@ class RadixTree:
             if not extras or page not in extras:
                 stop = last if not extras else min([e for e in extras if e > page], default=last)
                 stop = min(stop, last)
-            out.extend(self._append(node, data[page * stride : stop * stride],
-                                    extras.get(page, b"") if extras else b""))
+            out.extend(
+                self._append(
+                    node,
+                    data[page * stride : stop * stride],
+                    extras.get(page, b"") if extras else b"",
+                )
+            )
             node, page = out[-1], stop
         return out
 

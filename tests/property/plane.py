@@ -35,7 +35,14 @@ class FakeDisk:
             needs = tail or part.depth > 1
             if needs and part.parent not in self.records and part.parent not in group:
                 return False
-            group[part.key] = (part.parent, part.depth, frames if tail else 1, tail, part.tokens, payload)
+            group[part.key] = (
+                part.parent,
+                part.depth,
+                frames if tail else 1,
+                tail,
+                part.tokens,
+                payload,
+            )
         for key, record in group.items():
             self.records.setdefault(key, record)
         return True
@@ -93,7 +100,9 @@ class FakePlane:
         op = self.live[op_id]
         if op.kind not in (OpKind.STORE, OpKind.DROP):
             return True
-        return op_id == min(i for i, o in self.live.items() if o.kind in (OpKind.STORE, OpKind.DROP))
+        return op_id == min(
+            i for i, o in self.live.items() if o.kind in (OpKind.STORE, OpKind.DROP)
+        )
 
     def finish(self, op_id: int, delivered: int | None) -> int:
         """Carry an operation out up to ``delivered`` parts (None: all); returns how many were."""
@@ -177,7 +186,7 @@ class FakePlane:
         assert core.block_tables[rec.row, position // page] == frame
         held = self.history.get((Tier.GPU, frame))
         rows = list(held)[: position % page] if isinstance(held, list) else []
-        self.history[Tier.GPU, frame] = rows + [row]
+        self.history[Tier.GPU, frame] = [*rows, row]
         g = self.geometry
         if g.window:
             assert rec.tail is not None

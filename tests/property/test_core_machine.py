@@ -60,16 +60,38 @@ class CoreMachine(RuleBasedStateMachine):
         eviction=st.sampled_from(["lru", "adaptive", "s3fifo"]),
         placement=st.sampled_from([Adaptive(every_pages=2), Dense(), Sparse(every_pages=2)]),
     )
-    def start(self, page: int, gpu: int, cpu: int, disk: int, tails: bool, window: int, draft: int,
-              checkpoint: int, spaces: int, leases: int, eviction: str, placement: Any) -> None:
+    def start(
+        self,
+        page: int,
+        gpu: int,
+        cpu: int,
+        disk: int,
+        tails: bool,
+        window: int,
+        draft: int,
+        checkpoint: int,
+        spaces: int,
+        leases: int,
+        eviction: str,
+        placement: Any,
+    ) -> None:
         window = window if tails else 0
         wide = (window + draft + 9) // 2 + 2 if window else 0
         self.geometry = Geometry(
-            page_tokens=page, gpu_pages=gpu, cpu_frames=cpu, disk_frames=disk if cpu else 0,
-            max_leases=leases, has_tails=tails, checkpoint_frames=checkpoint if tails else 0,
-            parked_frames=checkpoint + 1 if tails else 0, gpu_states=leases if tails else 0,
-            gpu_checkpoints=spaces if tails else 0, window=window, window_page=2 if window else 0,
-            gpu_windows=max(wide, leases * wide - leases // 2) if window else 0, max_draft=draft if window else 0,
+            page_tokens=page,
+            gpu_pages=gpu,
+            cpu_frames=cpu,
+            disk_frames=disk if cpu else 0,
+            max_leases=leases,
+            has_tails=tails,
+            checkpoint_frames=checkpoint if tails else 0,
+            parked_frames=checkpoint + 1 if tails else 0,
+            gpu_states=leases if tails else 0,
+            gpu_checkpoints=spaces if tails else 0,
+            window=window,
+            window_page=2 if window else 0,
+            gpu_windows=max(wide, leases * wide - leases // 2) if window else 0,
+            max_draft=draft if window else 0,
         )
         self.eviction, self.placement = eviction, placement
         self.disk = FakeDisk()
@@ -80,7 +102,10 @@ class CoreMachine(RuleBasedStateMachine):
 
     def boot(self) -> None:
         self.core = CacheCore(
-            self.geometry, chain=b"c" * 16, eviction=self.eviction, checkpoints=self.placement,
+            self.geometry,
+            chain=b"c" * 16,
+            eviction=self.eviction,
+            checkpoints=self.placement,
             entries=self.disk.scan() if self.geometry.disk_frames else None,
         )
         self.plane = FakePlane(self.geometry, self.disk)
@@ -110,8 +135,11 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(o.kind is OpKind.PACK for o in self.plane.live.values()))
     @rule(data=st.data())
     def packed(self, data: Any) -> None:
-        todo = [i for i, r in self.core.operations.running.items()
-                if r.op.kind is OpKind.PACK and not r.packed]
+        todo = [
+            i
+            for i, r in self.core.operations.running.items()
+            if r.op.kind is OpKind.PACK and not r.packed
+        ]
         if todo:
             op_id = data.draw(st.sampled_from(todo))
             self.plane.pack(op_id)
@@ -148,15 +176,39 @@ class CoreMachine(RuleBasedStateMachine):
         self.run_ops(ops, early)
         return rec
 
-    @rule(tokens=TOKENS, who=st.sampled_from(IDENTITIES), early=st.booleans(),
-          reserve=st.sampled_from([0, 0, 1, 5]), read=MOSTLY, write=MOSTLY,
-          reuse=st.sampled_from([None, None, None, 0, 2, 3, 8]),
-          ttl=st.sampled_from([None, None, None, 0, 1, 3]), priority=st.integers(0, 1))
-    def open_any(self, tokens: list[int], who: Identity, early: bool, reserve: int, read: bool,
-                 write: bool, reuse: int | None, ttl: int | None, priority: int) -> None:
+    @rule(
+        tokens=TOKENS,
+        who=st.sampled_from(IDENTITIES),
+        early=st.booleans(),
+        reserve=st.sampled_from([0, 0, 1, 5]),
+        read=MOSTLY,
+        write=MOSTLY,
+        reuse=st.sampled_from([None, None, None, 0, 2, 3, 8]),
+        ttl=st.sampled_from([None, None, None, 0, 1, 3]),
+        priority=st.integers(0, 1),
+    )
+    def open_any(
+        self,
+        tokens: list[int],
+        who: Identity,
+        early: bool,
+        reserve: int,
+        read: bool,
+        write: bool,
+        reuse: int | None,
+        ttl: int | None,
+        priority: int,
+    ) -> None:
         rec = self.open(
-            tokens, who, early, reserve=reserve, read=read, write=write, max_reuse=reuse,
-            priority=priority, expires=None if ttl is None else self.now + ttl,
+            tokens,
+            who,
+            early,
+            reserve=reserve,
+            read=read,
+            write=write,
+            max_reuse=reuse,
+            priority=priority,
+            expires=None if ttl is None else self.now + ttl,
         )
         if rec is None:
             return
@@ -175,8 +227,12 @@ class CoreMachine(RuleBasedStateMachine):
         """Aim: a prompt that starts with something already committed."""
         self.open_known(data, more, early)
 
-    @rule(data=st.data(), who=st.sampled_from(IDENTITIES[:2]), tokens=st.lists(
-        st.integers(0, 1), min_size=2, max_size=9), release=st.booleans())
+    @rule(
+        data=st.data(),
+        who=st.sampled_from(IDENTITIES[:2]),
+        tokens=st.lists(st.integers(0, 1), min_size=2, max_size=9),
+        release=st.booleans(),
+    )
     def serve(self, data: Any, who: Identity, tokens: list[int], release: bool) -> None:
         """Aim: a whole request, computed and published."""
         rec = self.open([*tokens, 0], who)
@@ -199,10 +255,16 @@ class CoreMachine(RuleBasedStateMachine):
         return self.open([*tokens, *more], who, early)
 
     @precondition(lambda self: self.ever)
-    @rule(data=st.data(), cold_host=st.booleans(), early=st.booleans(), more=MORE,
-          times=st.integers(1, 3))
-    def chill_and_reopen(self, data: Any, cold_host: bool, early: bool, more: list[int],
-                         times: int) -> None:
+    @rule(
+        data=st.data(),
+        cold_host=st.booleans(),
+        early=st.booleans(),
+        more=MORE,
+        times=st.integers(1, 3),
+    )
+    def chill_and_reopen(
+        self, data: Any, cold_host: bool, early: bool, more: list[int], times: int
+    ) -> None:
         """Aim: idle, cold device (and host), then requests for a known prefix."""
         for rec in list(self.core.leases.values()):
             self.run_ops(self.core.release(rec))
@@ -222,8 +284,9 @@ class CoreMachine(RuleBasedStateMachine):
         extra = [data.draw(st.integers(0, self.geometry.max_draft or 2)) for _ in live]
         self.step_once(live, news, extra, fail=not fail)
 
-    def step_once(self, recs: list[LeaseRecord], news: list[list[int]], extra: list[int], *,
-                  fail: bool) -> None:
+    def step_once(
+        self, recs: list[LeaseRecord], news: list[list[int]], extra: list[int], *, fail: bool
+    ) -> None:
         core = self.core
         counts = [len(n) + e for n, e in zip(news, extra, strict=True)]
         before = [(r.capacity, r.length, list(r.frames)) for r in recs]
@@ -341,9 +404,11 @@ class CoreMachine(RuleBasedStateMachine):
         REACHED[f"evicted {tier.name}"] += freed > 0
         self.run_ops(ops)
 
-    @rule(who=st.one_of(st.none(), st.sampled_from(IDENTITIES)),
-          tiers=st.one_of(st.none(), st.sets(st.sampled_from([Tier.GPU, Tier.CPU, Tier.DISK]))),
-          sure=st.integers(0, 3))
+    @rule(
+        who=st.one_of(st.none(), st.sampled_from(IDENTITIES)),
+        tiers=st.one_of(st.none(), st.sets(st.sampled_from([Tier.GPU, Tier.CPU, Tier.DISK]))),
+        sure=st.integers(0, 3),
+    )
     def clear(self, who: Identity | None, tiers: set[Tier] | None, sure: int) -> None:
         if sure:
             return

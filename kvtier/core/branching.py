@@ -1,0 +1,174 @@
+"""Rolling back and branching off: truncate and fork.
+
+Shared pages are never written: a partial page that others may read is copied first.  COPY runs in
+stream order, so the copy is there before the next forward pass writes to either page.
+"""
+
+from collections.abc import Iterator
+
+from kvtier.core.leases import LeaseRecord, LeaseTables
+from kvtier.core.operations import Operations, TailPools
+from kvtier.core.ops import Kind, Op, OpKind, Part
+from kvtier.core.residency import GPU, Residency
+from kvtier.core.restore import Restore
+from kvtier.core.writing import Writing
+from kvtier.errors import LeaseError, OutOfPages
+from kvtier.tokens import TokenBuffer
+from kvtier.types import LeaseState, Tier
+
+__all__ = ["Branching"]
+
+
+class Branching:
+    """Truncate and fork."""
+
+    def __init__(self, restore: Restore, writing: Writing, ids: Iterator[int]) -> None:
+        self.restore = restore
+        self.writing = writing
+        self.ids = ids
+        self.residency: Residency = restore.residency
+        self.geometry = restore.geometry
+        self.operations: Operations = restore.operations
+        self.tails: TailPools = restore.tails
+        self.tables: LeaseTables = restore.tables
+
+    def truncate(self, rec: LeaseRecord, n: int) -> tuple[int, list[Op]]:
+        """Roll back to at most ``n`` committed tokens; returns where the lease now stands."""
+        rec.check_active()
+        if not 0 <= n <= rec.length:
+            raise LeaseError(f"cannot truncate lease {rec.id} of {rec.length} tokens to {n}")
+        page, res = self.geometry.page_tokens, self.residency
+        if n == rec.length:
+            self.writing.cut(rec, -(-n // page))
+            return n, []
+        if self.geometry.has_tails:
+            return self._truncate_to_checkpoint(rec, n)
+        keep, part = -(-n // page), n % page
+        ops: list[Op] = []
+        if part and not (
+            rec.owned[keep - 1] and self.operations.private.refs[rec.frames[keep - 1]] == 1
+        ):
+            ops.append(self._copy_page(rec, keep - 1, part))  # shared, and about to be written
+        self.writing.cut(rec, keep)
+        gone, rec.nodes = rec.nodes[n // page :], rec.nodes[: n // page]
+        rec.length = n
+        del rec.tokens[4 * n :]
+        self.tables.lengths[rec.row] = n
+        res.unpin(gone)
+        return n, ops
+
+    def _copy_page(self, rec: LeaseRecord, i: int, tokens: int) -> Op:
+        """Copy-on-write of a lease's page ``i``, whose first ``tokens`` tokens matter."""
+        private, source = self.operations.private, rec.frames[i]
+        copy = None if rec.owned[i] else rec.nodes[i].copies[GPU]
+        if copy is not None:
+            copy.readers += 1
+        missing = self.residency.room(GPU, 1)
+        if copy is not None:
+            copy.readers -= 1
+        if missing:
+            raise OutOfPages(1, 0)
+        (frame,) = private.take(1)
+        part = Part(Kind.HISTORY, Tier.GPU, (source,), Tier.GPU, (frame,))
+        op = self.operations.in_order(OpKind.COPY, part, tokens)
+        if rec.owned[i]:
+            private.drop(source)
+        rec.frames[i], rec.owned[i] = frame, True
+        self.tables.put(rec.row, i, [frame])
+        return op
+
+    def _truncate_to_checkpoint(self, rec: LeaseRecord, n: int) -> tuple[int, list[Op]]:
+        path = rec.nodes[: n // self.geometry.page_tokens]
+        self.writing.return_captures(rec)
+        rec.limit = len(path)
+        rec.prompt = TokenBuffer(bytes(rec.tokens[: 4 * n]))
+        self.residency.pin(path)
+        self.restore.let_go(rec)
+        rec.tokens = bytearray()
+        ops = self.restore.bring_up(rec, path)
+        self.residency.unpin(path)
+        return len(rec.nodes) * self.geometry.page_tokens, ops
+
+    def fork(
+        self, rec: LeaseRecord, label: str = "", opened_at: str = ""
+    ) -> tuple[LeaseRecord, list[Op]]:
+        """A second lease on the same tokens: full pages shared, the partial one and the tail
+        copied.  Raises OutOfPages, having changed nothing."""
+        rec.check_active()
+        page, private = self.geometry.page_tokens, self.operations.private
+        full, part = divmod(rec.length, page)
+        if not self.tables.free:
+            raise OutOfPages(1, 0, f"leases (max_leases={self.geometry.max_leases})")
+        if part and self.residency.room(GPU, 1):
+            raise OutOfPages(1, 0)
+        tail = None
+        if rec.tail is not None:
+            tail = self.tails.take(range(0))
+            if tail is None or self.tails.windows.free < len(rec.tail.windows):
+                if tail is not None:
+                    self.tails.disown(tail)
+                raise OutOfPages(1, 0, "state slots or window pages")
+            self.tails.windows_like(tail, rec.tail)
+        kid = LeaseRecord(
+            id=next(self.ids),
+            row=self.tables.free.pop(),
+            identity=rec.identity,
+            spans=rec.spans,
+            extras=rec.extras,
+            root=rec.root,
+            prompt=rec.prompt,
+            read=rec.read,
+            write=rec.write,
+            limit=rec.limit,
+            priority=rec.priority,
+            expires=rec.expires,
+            label=label or rec.label,
+            opened_at=opened_at,
+            known_pages=rec.known_pages,
+            length=rec.length,
+            tokens=bytearray(rec.tokens),
+            nodes=list(rec.nodes),
+            frames=rec.frames[:full],
+            owned=rec.owned[:full],
+            tail=tail,
+            state=LeaseState.ACTIVE,
+            cached_tokens=rec.length,
+            counted=True,
+            restored={Tier.GPU: rec.length},
+        )
+        self.residency.pin(kid.nodes)
+        for frame, own in zip(kid.frames, kid.owned, strict=True):
+            if own:
+                private.hold(frame)
+        ops: list[Op] = []
+        if part:
+            (frame,) = private.take(1)
+            source = rec.frames[full]
+            copy = Part(Kind.HISTORY, Tier.GPU, (source,), Tier.GPU, (frame,))
+            ops.append(self.operations.in_order(OpKind.COPY, copy, part))
+            kid.frames.append(frame)
+            kid.owned.append(True)
+        if tail is not None:
+            assert rec.tail is not None
+            ops.append(self._copy_tail(rec, kid))
+        kid.capacity = len(kid.frames) * page
+        self.tables.lengths[kid.row] = kid.length
+        self.tables.put(kid.row, 0, kid.frames)
+        self.restore.settled.append(kid)
+        return kid, ops
+
+    def _copy_tail(self, rec: LeaseRecord, kid: LeaseRecord) -> Op:
+        assert rec.tail is not None and kid.tail is not None
+        pages = range(min(rec.tail.windows, default=0), max(rec.tail.windows, default=-1) + 1)
+        part = Part(
+            Kind.TAIL,
+            Tier.GPU,
+            rec.tail.frames(pages),
+            Tier.GPU,
+            kid.tail.frames(pages),
+            live_src=True,
+            live_dst=True,
+        )
+        for p, frame in kid.tail.windows.items():
+            self.tables.put_window(kid.row, p, frame)
+        return self.operations.in_order(OpKind.COPY, part)

@@ -1,0 +1,231 @@
+"""Writing: room for new tokens, and what becomes of them once they are committed.
+
+Pages enter the tree only through ``commit`` (D6), in stream order, after the forward pass that
+wrote them.
+"""
+
+from collections.abc import Sequence
+
+from kvtier.config import CheckpointPolicy
+from kvtier.core.leases import LeaseRecord, LeaseTables
+from kvtier.core.lifetimes import Lifetimes
+from kvtier.core.lower import Lower
+from kvtier.core.operations import Operations, TailPools
+from kvtier.core.ops import Op
+from kvtier.core.residency import CHECKPOINT, GPU, Residency
+from kvtier.core.restore import inside_span
+from kvtier.core.tree import Node
+from kvtier.errors import OutOfPages
+from kvtier.types import Capture, LeaseState
+
+__all__ = ["Writing"]
+
+
+class Writing:
+    """Reserve and commit."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        operations: Operations,
+        tails: TailPools,
+        tables: LeaseTables,
+        lower: Lower,
+        lifetimes: Lifetimes,
+        checkpoints: CheckpointPolicy,
+    ) -> None:
+        self.geometry = residency.geometry
+        self.residency = residency
+        self.operations = operations
+        self.tails = tails
+        self.tables = tables
+        self.lower = lower
+        self.lifetimes = lifetimes
+        self.checkpoints = checkpoints
+
+    def reserve(self, recs: Sequence[LeaseRecord], counts: Sequence[int]) -> list[Capture]:
+        """Room for ``counts[i]`` tokens past the committed ones of ``recs[i]``, for all or (raising
+        OutOfPages) none; with tails also the captures that fall due."""
+        active = LeaseState.ACTIVE
+        short: list[tuple[LeaseRecord, int]] = []
+        for rec, n in zip(recs, counts, strict=True):
+            if rec.state is not active:
+                rec.check_active()
+            if rec.length + n > rec.capacity:
+                short.append((rec, n))
+        if short:
+            self._grow(short)
+        if not self.geometry.has_tails:
+            return []
+        try:
+            self._grow_windows(recs, counts)
+        except OutOfPages:
+            self._shrink(short)
+            raise
+        return self._captures(recs, counts)
+
+    def _grow(self, short: Sequence[tuple[LeaseRecord, int]]) -> None:
+        page = self.geometry.page_tokens
+        needs = [-(-(rec.length + n) // page) - len(rec.frames) for rec, n in short]
+        total = sum(needs)
+        if missing := self.residency.room(GPU, total):
+            raise OutOfPages(total, total - missing)
+        for (rec, _), need in zip(short, needs, strict=True):
+            frames = self.operations.private.take(need)
+            self.tables.put(rec.row, len(rec.frames), frames)
+            rec.frames += frames
+            rec.owned += [True] * need
+            rec.capacity = len(rec.frames) * page
+
+    def _shrink(self, short: Sequence[tuple[LeaseRecord, int]]) -> None:
+        """Undo ``_grow`` as far as it matters: pages that hold no committed token go back."""
+        page = self.geometry.page_tokens
+        for rec, _ in short:
+            self.cut(rec, -(-rec.length // page))
+
+    def cut(self, rec: LeaseRecord, keep: int) -> None:
+        """Give back a lease's pages from page ``keep`` on, which must be its own."""
+        while len(rec.frames) > keep:
+            frame, own = rec.frames.pop(), rec.owned.pop()
+            if own:
+                self.operations.private.drop(frame)
+        self.tables.cut(rec.row, keep)
+        rec.capacity = len(rec.frames) * self.geometry.page_tokens
+
+    def _grow_windows(self, recs: Sequence[LeaseRecord], counts: Sequence[int]) -> None:
+        g = self.geometry
+        if not g.window:
+            return
+        wanted: list[tuple[LeaseRecord, range]] = []
+        need = 0
+        for rec, n in zip(recs, counts, strict=True):
+            if not n:
+                continue
+            assert rec.tail is not None
+            pages = range(rec.length // g.window_page, (rec.length + n - 1) // g.window_page + 1)
+            need += sum(p not in rec.tail.windows for p in pages)
+            wanted.append((rec, pages))
+        if need > self.tails.windows.free:
+            raise OutOfPages(need, self.tails.windows.free, "window pages")
+        for rec, pages in wanted:
+            assert rec.tail is not None
+            self.tails.grow(rec.tail, pages)
+            for p in pages:
+                self.tables.put_window(rec.row, p, rec.tail.windows[p])
+
+    def _captures(self, recs: Sequence[LeaseRecord], counts: Sequence[int]) -> list[Capture]:
+        """Device frames for the checkpoints due inside this step; what does not fit is skipped."""
+        page, out = self.geometry.page_tokens, []
+        pool = self.residency.pools[GPU + CHECKPOINT]
+        for row, (rec, n) in enumerate(zip(recs, counts, strict=True)):
+            self.return_captures(rec)
+            if not rec.write:
+                continue
+            first = rec.length // page + 1
+            for depth in range(first, (rec.length + n) // page + 1):
+                if inside_span(depth * page, rec.spans) or not self.checkpoints.due(
+                    depth, **self._place(rec, depth)
+                ):
+                    continue
+                if self.residency.room(GPU + CHECKPOINT, 1):
+                    self.lower.dropped += 1
+                    continue
+                (frame,) = pool.take()
+                rec.captures.append((depth * page, frame))
+                out.append(Capture(row, depth * page, frame))
+        return out
+
+    def _place(self, rec: LeaseRecord, depth: int) -> dict[str, bool]:
+        """What a checkpoint policy may know of a page end."""
+        end = max(0, len(rec.prompt) - 1) // self.geometry.page_tokens
+        return {
+            "prompt_end": depth in (end - 1, end, len(rec.prompt) // self.geometry.page_tokens),
+            "branch": depth == rec.known_pages and rec.known_pages < end,
+        }
+
+    def return_captures(self, rec: LeaseRecord) -> None:
+        if rec.captures:
+            self.residency.pools[GPU + CHECKPOINT].give(f for _, f in rec.captures)
+            rec.captures = []
+
+    def abandon(self, recs: Sequence[LeaseRecord]) -> None:
+        """A step was left with an exception: captures go back, the reserve stays."""
+        for rec in recs:
+            self.return_captures(rec)
+
+    # ------------------------------------------------------------------ committing
+    def commit(self, recs: Sequence[LeaseRecord], counts: Sequence[int], data: bytes) -> list[Op]:
+        """These tokens' rows are written (in stream order).  ``data`` holds them packed, lease
+        after lease.  Full pages become shareable and start on their way down: one PACK for all."""
+        page, offset = self.geometry.page_tokens, 0
+        filled: list[LeaseRecord] = []
+        lengths = self.tables.lengths
+        for rec, n in zip(recs, counts, strict=True):
+            stop = offset + 4 * n
+            rec.tokens += data[offset:stop]
+            offset = stop
+            before = rec.length
+            rec.length = after = before + n
+            assert after <= rec.capacity, "I5: committing past the reserve"
+            lengths[rec.row] = after
+            if after // page > before // page:
+                filled.append(rec)
+        fresh = [f for rec in filled if (f := self._publish(rec))]
+        if self.geometry.has_tails:
+            for rec in recs:
+                self.return_captures(rec)
+                self._free_windows(rec)
+        return self.lower.pack(fresh) if fresh else []
+
+    def _publish(self, rec: LeaseRecord) -> list[Node]:
+        """Pages that became full join the tree (D6); returns the lease's path if it grew."""
+        page, res = self.geometry.page_tokens, self.residency
+        last = rec.length // page
+        while any(s.start < last * page and s.stop > rec.length for s in rec.spans):
+            last -= 1  # a page of a span is published only once the whole span is committed
+        first = len(rec.nodes)
+        if not rec.write or last <= first:
+            return []
+        above = rec.nodes[-1] if rec.nodes else rec.root
+        stride = page * 4
+        fresh = res.tree.extend(
+            above, bytes(rec.tokens[: last * stride]), first, rec.extras or None
+        )
+        res.pin(fresh)
+        rec.nodes += fresh
+        res.touch(rec.nodes)
+        captured = dict(rec.captures)
+        for i, node in enumerate(fresh, first):
+            self._adopt(rec, i, node)
+            frame = captured.get((i + 1) * page, -1)
+            if frame >= 0 and node.copies[GPU + CHECKPOINT] is None:
+                rec.captures.remove(((i + 1) * page, frame))
+                copy = res.attach(node, GPU + CHECKPOINT, (frame,))
+                copy.expendable = not self.checkpoints.keep(i + 1, **self._place(rec, i + 1))
+        return rec.nodes
+
+    def _adopt(self, rec: LeaseRecord, i: int, node: Node) -> None:
+        """The tree takes a lease's page, unless it has one of its own already (D7)."""
+        res = self.residency
+        assert node.parent is not None
+        there = node.copies[GPU]
+        if there is not None and there.ready:
+            return
+        if there is not None:  # being restored: what the lease has is as good, and here
+            res.supersede(there, (rec.frames[i],))
+        else:
+            if res.seen_before(node.depth, node.page(res.tree.stride)):
+                node.hits += 1
+            res.attach(node, GPU, (rec.frames[i],))
+        self.operations.private.adopt(rec.frames[i])
+        rec.owned[i] = False
+        self.lifetimes.extend(node, rec)
+
+    def _free_windows(self, rec: LeaseRecord) -> None:
+        """Window pages that no later query reads go back (by committed tokens, never scheduled)."""
+        g = self.geometry
+        if not g.window or rec.tail is None:
+            return
+        below = max(0, rec.length - g.window + 1 - g.max_draft) // g.window_page
+        for p in self.tails.cut(rec.tail, below):
+            self.tables.put_window(rec.row, p, -1)
