@@ -4,6 +4,7 @@ Knows nothing of pages, leases or streams.
 """
 
 import mmap
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -46,9 +47,13 @@ class HostArena:
         """(frames, bytes) uint8; shares the memory of ``view``."""
         self._view = memoryview(self._map)
         self._checksums: list[bytes | None] = [None] * num_frames
-        self._registered = pinned and num_frames > 0
-        if self._registered:
-            _driver("cudaHostRegister", self.frames.data_ptr(), len(self._map), 0)
+        self._unregister: weakref.finalize[..., HostArena] | None = None
+        if pinned and num_frames:
+            start = self.frames.data_ptr()
+            _driver("cudaHostRegister", start, len(self._map), 0)
+            # Before the mapping goes, whoever forgets to close.
+            self._unregister = weakref.finalize(self, _driver, "cudaHostUnregister", start)
+            self._unregister.atexit = False
 
     def view(self, frame: int) -> memoryview:
         """The bytes of one frame, writable, without a copy."""
@@ -89,9 +94,8 @@ class HostArena:
 
     def close(self) -> None:
         """Undo the registration.  Idempotent; the memory itself goes with its last user."""
-        if self._registered:
-            self._registered = False
-            _driver("cudaHostUnregister", self.frames.data_ptr())
+        if self._unregister is not None:
+            self._unregister()
 
 
 def _driver(call: str, *args: int) -> None:

@@ -299,6 +299,20 @@ def test_host_frames_are_aligned_and_shared_not_copied() -> None:
     assert HostArena(0, 4096).frames.shape == (0, 4096)
 
 
+def test_a_pinned_arena_is_registered_and_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr("kvtier.data.host._driver", lambda *call: calls.append(call))
+    for forgotten in (False, True):
+        arena = HostArena(3, 4096, pinned=True)
+        start = arena.frames.data_ptr()
+        if not forgotten:
+            arena.close()
+            arena.close()
+        del arena
+        assert calls == [("cudaHostRegister", start, 3 * 4096, 0), ("cudaHostUnregister", start)]
+        calls.clear()
+
+
 def test_rows_of_a_component_that_is_not_registered() -> None:
     """B7: it fails when a model attaches, not when a page comes back without it."""
     with plane(TAILED, TAILED_GEOMETRY) as p:
