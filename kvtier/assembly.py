@@ -25,6 +25,7 @@ __all__ = ["check_parts", "geometry_of", "make_core", "make_transfer", "open_sto
 def check_parts(
     layout: Layout,
     config: CacheConfig,
+    model: bytes | str,
     transfer: Transfer | None,
     stores: Mapping[Tier, Store],
 ) -> None:
@@ -33,6 +34,10 @@ def check_parts(
         raise ConfigError(f"layout must be a Layout, as kvtier.layouts makes it, got {layout!r}")
     if not isinstance(config, CacheConfig):
         raise ConfigError(f"config must be a CacheConfig, got {config!r}")
+    if not isinstance(model, str | bytes):
+        raise ConfigError(f"model must be str or bytes, got {model!r}")
+    if not model:
+        raise ConfigError("model must name the weights; without a name any would match")
     if others := set(stores) - {Tier.DISK}:
         raise ConfigError(f"stores may hold Tier.DISK only, got {sorted(others)}")
     if stores and config.disk_path is not None:
@@ -103,7 +108,9 @@ def make_transfer(
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f'device={device!r} is none; say "cuda", "cuda:1" or "cpu"') from error
+        raise ConfigError(f'device={device!r} is none: say "cuda", "cuda:1" or "cpu"') from error
+    if where.type not in ("cpu", "cuda"):
+        raise ConfigError(f'device={device!r} cannot hold pages: say "cuda", "cuda:1" or "cpu"')
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f'device={device!r}, but torch sees no GPU; device="cpu" keeps the device pool in '

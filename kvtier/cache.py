@@ -89,12 +89,10 @@ class Cache:
         Raises ConfigError for sizes that cannot hold one request, naming the field and the least
         that works, and StoreError (StoreLocked) for a directory that cannot be opened.
         """
-        check_parts(layout, config, transfer, stores)
+        check_parts(layout, config, model, transfer, stores)
         self._layout = layout
         self._config = config
-        self._model = model.encode() if isinstance(model, str) else bytes(model)
-        if not self._model:
-            raise ConfigError("model must name the weights; without a name any would match")
+        self._model = model.encode() if isinstance(model, str) else model
         geometry_for(layout, config)  # refuses bad sizes before anything is opened
         chain = chain_base(layout.fingerprint, self._model)
         opened = None if config.disk_path is None else open_store(layout, config, chain)

@@ -46,9 +46,7 @@ def config(*, gpu: int = 16, cpu: int = 16, **options: Any) -> kvtier.CacheConfi
     )
 
 
-def make(
-    *, gpu: int = 16, cpu: int = 16, **options: Any
-) -> tuple[kvtier.Cache, ManualTransfer]:
+def make(*, gpu: int = 16, cpu: int = 16, **options: Any) -> tuple[kvtier.Cache, ManualTransfer]:
     """A cache whose ops end when the test says so."""
     transfer = ManualTransfer()
     cache = kvtier.Cache(LAYOUT, config(gpu=gpu, cpu=cpu, **options), model="m", transfer=transfer)
@@ -69,7 +67,10 @@ def feed(cache: kvtier.Cache, lease: kvtier.Lease, tokens: Sequence[int]) -> Non
 def fill(cache: kvtier.Cache, tokens: Sequence[int], **options: Any) -> None:
     """Compute a prompt and leave it in the cache."""
     with cache.lease(tokens, **options) as lease:
-        done = lease.ready.result(timeout=0)
+        transfer = cache._pump.transfer
+        if isinstance(transfer, ManualTransfer) and not lease.ready.done():
+            transfer.finish_all()
+        done = lease.ready.result(timeout=10)
         feed(cache, lease, tokens[done:])
 
 

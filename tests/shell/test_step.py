@@ -49,9 +49,7 @@ def check_arrays(step: kvtier.Step, contexts: list[int], chunks: list[list[int]]
 
 
 @given(
-    rows=st.lists(
-        st.tuples(st.integers(0, 11), st.integers(0, 9), st.integers(0, 9)), max_size=5
-    ),
+    rows=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 9), st.integers(0, 9)), max_size=5),
     shared=st.booleans(),
 )
 def test_arrays_agree_with_an_oracle(rows: list[tuple[int, int, int]], shared: bool) -> None:
