@@ -98,11 +98,8 @@ def test_what_does_not_fit_is_named(cache: kvtier.Cache) -> None:
                 step.to_device(pad_to=1)
             with pytest.raises(ConfigError, match="max_batch=2, the buffers have 1"):
                 step.to_device(small)
-        with cache.step([(one, prompt(3))]) as step:
-            with pytest.raises(ConfigError, match="max_tokens=3, the buffers have 2"):
-                step.to_device(small)
-        with cache.step([(one, [1])]) as step:
-            with pytest.raises(ConfigError, match="max_pages=2, the buffers have 1"):
+        for chunk, says in ((prompt(3), "max_tokens=3, the buffers have 2"), ([1], "max_pages=2")):
+            with cache.step([(one, chunk)]) as step, pytest.raises(ConfigError, match=says):
                 step.to_device(small)
     for name in ("max_batch", "max_tokens", "max_pages"):
         sizes = {"max_batch": 1, "max_tokens": 1, "max_pages": 1, name: 0}

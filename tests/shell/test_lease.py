@@ -265,7 +265,7 @@ def test_after_release_everything_raises(cache: kvtier.Cache, use: str) -> None:
     lease = cache.lease(prompt(5), label="gone")
     lease.release()
     lease.release()
-    with pytest.raises(LeaseReleased, match="'gone'.*test_lease.py:"):
+    with pytest.raises(LeaseReleased, match=r"'gone'.*test_lease.py:"):
         USES[use](lease)
     with pytest.raises(LeaseReleased), cache.step([(lease, [1])]):
         raise AssertionError("not reached")
@@ -343,18 +343,26 @@ def test_a_forgotten_lease_comes_back_with_its_line(cache: kvtier.Cache) -> None
 def test_a_forgotten_fork_names_the_fork(cache: kvtier.Cache) -> None:
     with cache.lease(prompt(5)) as lease:
         feed(cache, lease, prompt(5))
-        with pytest.warns(ResourceWarning, match=r"test_lease.py:"):
+
+        def forget() -> None:
             lease.fork()
             gc.collect()
+
+        with pytest.warns(ResourceWarning, match=r"test_lease.py:"):
+            forget()
 
 
 def test_a_lease_collected_inside_the_core_deadlocks_nobody() -> None:
     """The finalizer may run anywhere, also where this thread holds the cache's lock."""
     cache, _ = make()
-    lease = cache.lease(prompt(5))
-    with cache._pump, pytest.warns(ResourceWarning):
-        del lease
+    held = [cache.lease(prompt(5))]
+
+    def forget() -> None:
+        held.clear()
         gc.collect()
+
+    with cache._pump, pytest.warns(ResourceWarning):
+        forget()
     assert cache.leases() == []
     cache.close()
 
