@@ -1,7 +1,7 @@
 """The directory that all stores share: their names, their locks, and how its byte limit is split.
 
 Each (fingerprint, rank, world) has a store of its own in a subdirectory.  A store counts with its
-quota while a process writes it and with its actual bytes otherwise; nobody touches another's.
+quota while a process writes it and with what it holds otherwise; nobody touches another's.
 
 Locks, always taken in this order: the directory's (while somebody opens), a store's gate (its
 index may be replaced: exclusive; somebody opens it for reading: shared), a store's writer lock.
@@ -167,15 +167,26 @@ def is_written(names: Names) -> bool:
 
 
 def _claim(names: Names) -> int:
-    """Bytes that a store is entitled to at this moment."""
+    """Bytes that a store is entitled to at this moment: its quota while it is open, otherwise what
+    it holds and what it needs to be opened again without losing any of it."""
     actual = directory_bytes(names.directory)
-    if not is_written(names):
+    if is_written(names):
+        try:
+            about = json.loads(read_file(names.file("writer.lock")) or b"{}")
+            return max(int(about["quota"]), actual)
+        except (ValueError, KeyError, TypeError):
+            return actual
+    frame_bytes = described(names).get("frame_bytes", 0)
+    if frame_bytes < 1:
         return actual
-    try:
-        about = json.loads(read_file(names.file("writer.lock")) or b"{}")
-        return max(int(about["quota"]), actual)
-    except (ValueError, KeyError, TypeError):
-        return actual
+    slabs = (name for name in os.listdir(names.directory) if name.startswith("slab-"))
+    slots = sum(os.stat(names.file(name)).st_size // slot_bytes(frame_bytes) for name in slabs)
+    return max(actual, _bytes_for(slots, frame_bytes))
+
+
+def _bytes_for(slots: int, frame_bytes: int) -> int:
+    """Quota that comes to this many slots."""
+    return FIXED_BYTES + 2 * INDEX_BASE + slots * (slot_bytes(frame_bytes) + 2 * INDEX_ROW)
 
 
 def quota_for(names: Names, *, limit_bytes: int, frame_bytes: int, checkpoint_frames: int) -> Quota:
@@ -192,15 +203,14 @@ def quota_for(names: Names, *, limit_bytes: int, frame_bytes: int, checkpoint_fr
             siblings += _claim(other)
     shared = limit_bytes - others - _loose_bytes(names.root)
     quota = min(shared // names.world, shared - siblings)
-    slot = slot_bytes(frame_bytes)
-    capacity = (quota - FIXED_BYTES - 2 * INDEX_BASE) // (slot + 2 * INDEX_ROW)
+    each = _bytes_for(1, frame_bytes) - _bytes_for(0, frame_bytes)
+    capacity = (quota - _bytes_for(0, frame_bytes)) // each
     least = max(4, checkpoint_frames + 1)
     if capacity < least:
-        needed = FIXED_BYTES + 2 * INDEX_BASE + least * (slot + 2 * INDEX_ROW)
         raise ConfigError(
             f"disk_bytes={limit_bytes} leaves {max(quota, 0)} bytes to rank {names.rank} of "
             f"{names.world} in {names.root!r} (other stores there hold {others + siblings}); "
-            f"at least {needed} are needed for {least} frames of {frame_bytes} bytes. "
+            f"at least {_bytes_for(least, frame_bytes)} are needed. "
             "Raise disk_bytes, or remove stores that are no longer used"
         )
     map_bytes = -(-(INDEX_BASE + capacity * INDEX_ROW) // 4096) * 4096

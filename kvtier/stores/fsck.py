@@ -4,8 +4,7 @@ Works on closed stores; one that a process is writing is only reported as such.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,8 +82,11 @@ class FsckReport:
 
 def list_stores(path: str | os.PathLike[str]) -> list[StoreInfo]:
     """The stores of a directory, by name.  Raises StoreError where there is none."""
-    with _stores(os.fspath(path)) as found:
-        return [_info(names) for names in found]
+    root = _root(path)
+    if not os.path.exists(os.path.join(root, "kvtier.lock")):
+        return []
+    with directory.directory_lock(root, create=False):
+        return [_info(names) for names in directory.names_in(root)]
 
 
 def fsck(
@@ -93,23 +95,20 @@ def fsck(
     """Inspect the index and read every payload of every store of a directory.
 
     ``repair`` also rebuilds a damaged index and removes damaged records with all that hang on
-    them.  Stores that are open are left alone.  Raises StoreError where there is no directory,
-    or a store is of a newer format.
+    them.  Stores that are open are left alone; one that is being checked cannot be opened for
+    writing.  Raises StoreError where there is no directory, or a store is of a newer format.
     """
-    with _stores(os.fspath(path)) as found:
-        return [_check(names, repair, progress or (lambda done, total: None)) for names in found]
+    return [
+        _check(names, repair, progress or (lambda done, total: None))
+        for names in directory.names_in(_root(path))
+    ]
 
 
-@contextmanager
-def _stores(path: str) -> Iterator[list[Names]]:
-    root = os.path.abspath(path)
+def _root(path: str | os.PathLike[str]) -> str:
+    root = os.path.abspath(os.fspath(path))
     if not os.path.isdir(root):
         raise StoreError(f"{root} is not a directory")
-    if not os.path.exists(os.path.join(root, "kvtier.lock")):
-        yield []
-        return
-    with directory.directory_lock(root, create=False):
-        yield directory.names_in(root)
+    return root
 
 
 def _state(names: Names) -> Literal["clean", "open", "unclean"]:
@@ -151,11 +150,11 @@ def _check(names: Names, repair: bool, progress: Progress) -> FsckReport:
     said = directory.described(names)
     if said.get("format", FORMAT) > FORMAT:
         raise StoreError(f"{names.directory} was written by a newer kvtier; upgrade to check it")
-    state = _state(names)
-    if state == "open":
-        return FsckReport(names.directory, state, "in use by a process", 0, 0, (), False)
     gate = directory.gate(names, shared=not repair)
     try:
+        state = _state(names)
+        if state == "open":
+            return FsckReport(names.directory, state, "in use by a process", 0, 0, (), False)
         index = names.file(INDEX)
         if "frame_bytes" not in said:
             why = "about.json is damaged; opening the store for writing repairs it"

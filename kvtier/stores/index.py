@@ -183,6 +183,10 @@ class Index:
                 _write_counters(txn, self._meta, counters)
                 self._io.point("index:commit")
                 self._io.commit(txn)
+            except lmdb.MapFullError:
+                txn.abort()
+                self._env.reader_check()  # processes that died reading hold on to old pages
+                raise
             except BaseException:
                 txn.abort()
                 raise

@@ -200,8 +200,8 @@ class LmdbStore:
             return np.concatenate(parts) if parts else np.empty(0, ENTRY)
 
     def close(self) -> None:
-        """Leave a store that the next open can trust without a look.  Waits for calls under way;
-        idempotent.  In a forked child it only lets go."""
+        """Leave a store that the next open can trust without a look, and give back the room that
+        was reserved and not used.  Waits for calls under way; idempotent."""
         if os.getpid() != self._pid:
             return
         with self._turn:
@@ -210,14 +210,15 @@ class LmdbStore:
             self._closed = True
             self._turn.wait_for(lambda: self._active == 0)
         counters, used = self._index.counters, self._index.used_bytes()
-        self._release()
         if self._lock is not None:
-            mark = Mark(used, "", counters.records, counters.checkpoints, counters.bytes)
             try:
+                self._slabs.cut(self._slots.highest() + 1)
+                self._release()
+                mark = Mark(used, "", counters.records, counters.checkpoints, counters.bytes)
                 write_mark(self._io, self._names, mark)
             except OSError as error:
                 log.warning("kvtier disk: %s will be inspected when opened: %s", self, error)
-            self._lock.release()
+        self._let_go()
 
     def _release(self) -> None:
         """Close the files."""
@@ -228,6 +229,9 @@ class LmdbStore:
     def _abandon(self) -> None:
         """Let go of everything as a crash would: no mark of a clean close is left."""
         self._closed = True
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._release()
         if self._lock is not None:
             self._lock.release()

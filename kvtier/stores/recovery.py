@@ -58,7 +58,13 @@ def read_mark(names: Names) -> Mark | None:
 
 
 def write_mark(io: FileIO, names: Names, mark: Mark) -> None:
-    """Leave the mark; ``digest`` is filled in here."""
+    """Cut a closed index to what it uses, and leave the mark; ``digest`` is filled in here."""
+    fd = io.open(names.file(INDEX), os.O_RDWR)
+    try:
+        io.truncate(fd, mark.used)
+        io.sync(fd)
+    finally:
+        os.close(fd)
     mark = replace(mark, digest=_digest(names.file(INDEX), mark.used))
     io.point("close:digest")
     text = json.dumps(asdict(mark)).encode()

@@ -1,0 +1,434 @@
+"""What opening does with an index nobody vouches for: inspect, copy, set aside, rebuild."""
+
+import os
+import random
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from kvtier.errors import StoreError
+from kvtier.stores import LmdbStore, fsck
+from kvtier.stores.index import check_rows
+from kvtier.stores.record import (
+    ROW,
+    Header,
+    Row,
+    pack_header,
+    pack_more,
+    pack_row,
+    row_checks,
+    store_id,
+    unpack_header,
+    unpack_more,
+    unpack_row,
+)
+from kvtier.stores.recovery import is_clean
+from kvtier.stores.scan import SOUND, UNSOUND, inspect, inspect_in_child
+from kvtier.stores.slabs import SlotMap
+from tests.crash.kit import (
+    FINGERPRINT,
+    FRAME,
+    Crash,
+    FaultyIO,
+    chain,
+    checkpoint,
+    fetch,
+    key_of,
+    keys_in,
+    open_store,
+    record,
+    store_dir,
+)
+
+RECORDS = [*chain(1, 6), checkpoint((1, 1)), *chain(2, 3)]
+STORE = store_id(FINGERPRINT, 0, 1, FRAME)
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    with open_store(tmp_path) as store:
+        store.put_group(RECORDS)
+    return tmp_path
+
+
+class Looks:
+    """Counts inspections."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[str] = []
+        monkeypatch.setattr(LmdbStore, "inspect", staticmethod(self))
+
+    def __call__(self, index: str, store: bytes, copy: str | None = None) -> object:
+        verdict = inspect_in_child(index, store, copy)
+        self.seen.append(verdict.detail if verdict.status else "sound")
+        return verdict
+
+
+def flip(path: Path, at: int, mask: int = 0x10) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= mask
+    path.write_bytes(data)
+
+
+# -- marks ---------------------------------------------------------------------------------------
+
+
+def test_a_clean_close_needs_no_look(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    with open_store(filled) as store:
+        assert all(fetch(store, RECORDS))
+    open_store(filled, mode="read").close()
+    assert looks.seen == []
+
+
+def test_after_a_kill_the_index_is_inspected_once(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Looks(monkeypatch)
+    open_store(filled)._abandon()
+    with open_store(filled) as store:
+        assert keys_in(store) == {wanted.key for wanted in RECORDS}
+        store.check()
+    open_store(filled).close()
+    assert looks.seen == ["sound"]
+
+
+def test_a_changed_index_is_noticed(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    index = store_dir(filled) / "index.mdb"
+    flip(index, 5000)
+    with open_store(filled) as store:
+        assert all(fetch(store, RECORDS))
+        store.check()
+    assert len(looks.seen) == 1
+
+
+def test_a_damaged_mark_only_costs_a_look(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    mark = store_dir(filled) / "clean"
+    for damage in (b"{}", mark.read_bytes()[:-1]):
+        mark.write_bytes(damage)
+        with open_store(filled) as store:
+            assert all(fetch(store, RECORDS))
+    assert looks.seen == ["sound"] * 2
+
+
+@pytest.mark.parametrize("point", ["close:digest", "open:unmarked", "open:recovered"])
+def test_a_kill_while_closing_or_opening(filled: Path, point: str) -> None:
+    def open_and_close() -> None:
+        store = open_store(filled, io=FaultyIO(crash_at=(point, 0)))
+        try:
+            store.close()
+        finally:
+            store._abandon()
+
+    with pytest.raises(Crash):
+        open_and_close()
+    with open_store(filled) as store:
+        assert all(fetch(store, RECORDS))
+        store.check()
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+def index_regions(index: Path) -> dict[str, tuple[int, int]]:
+    """Every page of the index, and the head of each."""
+    size = index.stat().st_size
+    regions = {}
+    for at in range(0, size, 4096):
+        regions[f"head of page {at // 4096}"] = (at, at + 32)
+        regions[f"page {at // 4096}"] = (at, at + 4096)
+    return regions
+
+
+def test_flips_in_every_region_of_the_index(filled: Path) -> None:
+    """C5: never a wrong byte, never an untyped exception, never a dead process; and since the
+    slots are whole, nothing is lost either."""
+    index = store_dir(filled) / "index.mdb"
+    whole = {path.name: path.read_bytes() for path in store_dir(filled).iterdir()}
+    rng = random.Random(7)
+    regions = index_regions(index)
+    outcomes = {"sound": 0, "rebuilt": 0}
+    for start, stop in rng.sample(sorted(regions.values()), 10):
+        for name, data in whole.items():
+            (store_dir(filled) / name).write_bytes(data)
+        for _ in range(rng.choice((1, 8))):
+            flip(index, rng.randrange(start, stop), 1 << rng.randrange(8))
+        with open_store(filled) as store:
+            assert fetch(store, RECORDS) == [True] * len(RECORDS)
+            store.check()
+        outcomes["rebuilt" if (store_dir(filled) / "index.bad").exists() else "sound"] += 1
+    assert outcomes["rebuilt"] >= 1, outcomes
+
+
+@pytest.mark.parametrize("left", [0, 100, 4096, 8192, 5 * 4096 + 17])
+def test_a_truncated_index(filled: Path, left: int) -> None:
+    os.truncate(store_dir(filled) / "index.mdb", left)
+    with open_store(filled) as store:
+        assert all(fetch(store, RECORDS))
+        store.check()
+
+
+def test_a_reader_refuses_a_damaged_index(filled: Path) -> None:
+    os.truncate(store_dir(filled) / "index.mdb", 4096)
+    with pytest.raises(StoreError, match="opening the store for writing repairs it"):
+        open_store(filled, mode="read")
+    assert not fsck(filled)[0].ok
+    assert fsck(filled, repair=True)[0].ok
+    with open_store(filled, mode="read") as store:
+        assert all(fetch(store, RECORDS))
+
+
+def test_a_missing_index_is_rebuilt(filled: Path) -> None:
+    for name in ("index.mdb", "clean", "about.json", "index.mdb-lock"):
+        (store_dir(filled) / name).unlink()
+    with open_store(filled) as store:
+        assert all(fetch(store, RECORDS))
+        assert store.counters().checkpoints == 1
+        store.check()
+
+
+def test_missing_and_cut_slabs_are_misses(filled: Path) -> None:
+    slab = store_dir(filled) / "slab-00000"
+    os.truncate(slab, 4 * (4096 + FRAME) + 5000)
+    with open_store(filled) as store:
+        answers = fetch(store, RECORDS)
+        assert answers == [True] * 4 + [False] * 6
+        store.check()
+    slab.unlink()
+    with open_store(filled) as store:
+        assert not any(fetch(store, RECORDS))
+        store.check()
+    with open_store(filled) as store:
+        assert store.counters().records == 0
+        store.put_group(RECORDS)
+        assert all(fetch(store, RECORDS))
+        store.check()
+
+
+def test_rubbish_in_every_file(filled: Path) -> None:
+    for path in sorted(store_dir(filled).iterdir()):
+        path.write_bytes(b"\x9b" * 70_000)
+    with open_store(filled) as store:
+        assert not any(fetch(store, RECORDS))
+        store.put_group(RECORDS)
+        assert all(fetch(store, RECORDS))
+        store.check()
+
+
+# -- rebuilding ----------------------------------------------------------------------------------
+
+
+def rebuilt(root: Path) -> LmdbStore:
+    """The store after its index was lost."""
+    (store_dir(root) / "index.mdb").unlink(missing_ok=True)
+    return open_store(root)
+
+
+def test_the_later_of_two_lives_wins(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.put_group([*chain(1, 2), checkpoint((1, 1))])
+        store.delete([key_of((1, 1), "checkpoint"), key_of((1, 1))])
+        store.put_group([record((1, 1), life=5), checkpoint((1, 1), life=5)])
+    with rebuilt(tmp_path) as store:
+        assert all(fetch(store, [record((1, 1), life=5), checkpoint((1, 1), life=5)]))
+        store.check()
+        store.put_group([record((1, 1, 3))])  # and the next life is later still
+        store.delete([key_of((1, 1, 3))])
+        store.put_group([record((1, 1, 3), life=6)])
+    with rebuilt(tmp_path) as store:
+        assert fetch(store, [record((1, 1, 3), life=6)]) == [True]
+        store.check()
+
+
+def test_only_what_hangs_together_is_rebuilt(filled: Path) -> None:
+    slab = store_dir(filled) / "slab-00000"
+    flip(slab, 1 * (4096 + FRAME) + 60)  # header of page (1, 1)
+    flip(slab, 7 * (4096 + FRAME) + 60)  # one of the checkpoint's three slots
+    with rebuilt(filled) as store:
+        assert keys_in(store) == {key_of((1,))} | {wanted.key for wanted in chain(2, 3)}
+        assert all(fetch(store, [record((1,)), *chain(2, 3)]))
+        store.check()
+        store.put_group(RECORDS)
+        assert all(fetch(store, RECORDS))
+
+
+def test_a_torn_payload_is_found_when_read(filled: Path) -> None:
+    flip(store_dir(filled) / "slab-00000", 2 * (4096 + FRAME) + 9000)
+    with rebuilt(filled) as store:
+        assert fetch(store, RECORDS).count(False) == 1
+        store.check()
+
+
+@pytest.mark.parametrize(
+    "point", ["recover:set aside", "index:commit", "recover:spare ready", "recover:installed"]
+)
+def test_a_kill_in_the_middle_of_a_rebuild(filled: Path, point: str) -> None:
+    os.truncate(store_dir(filled) / "index.mdb", 5000)
+    with pytest.raises(Crash):
+        open_store(filled, io=FaultyIO(crash_at=(point, 0)))
+    with open_store(filled) as store:
+        assert all(fetch(store, RECORDS))
+        store.check()
+    assert not list(store_dir(filled).glob("index.new*"))
+
+
+def test_a_full_disk_while_rebuilding(filled: Path) -> None:
+    os.truncate(store_dir(filled) / "index.mdb", 5000)
+    io = FaultyIO()
+    io.fail("commit", OSError(28, "full"))
+    with pytest.raises(StoreError, match="full"):
+        open_store(filled, io=io)
+    with open_store(filled) as store:
+        assert all(fetch(store, RECORDS))
+
+
+# -- the inspection itself -----------------------------------------------------------------------
+
+
+def test_a_child_that_dies_means_unsound(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = str(store_dir(filled) / "index.mdb")
+    assert inspect_in_child(index, STORE).status == SOUND
+    assert inspect_in_child(index + "-none", STORE).status == UNSOUND
+    assert inspect_in_child(index, b"another").status == UNSOUND
+    monkeypatch.setattr("kvtier.stores.scan.sys.executable", "/bin/false")
+    assert inspect_in_child(index, STORE).status == UNSOUND
+    monkeypatch.setattr("kvtier.stores.scan.sys.executable", "/nowhere/python")
+    verdict = inspect_in_child(index, STORE)
+    assert verdict.status == UNSOUND
+    assert "did not end" in verdict.detail
+    with open_store(filled) as store:  # clean: it is not asked
+        assert all(fetch(store, RECORDS))
+    open_store(filled)._abandon()
+    with open_store(filled) as store:  # asked in vain: rebuilt from the slots
+        assert all(fetch(store, RECORDS))
+
+
+def test_damaged_rows_are_told(filled: Path) -> None:
+    """A row that was changed and still has its place in the tree."""
+    index = str(store_dir(filled) / "index.mdb")
+    pristine = Path(index).read_bytes()
+    key = key_of((1, 1))
+
+    def change(edit: object) -> None:
+        Path(index).write_bytes(pristine)
+        env = lmdb.open(index, subdir=False, max_dbs=3, map_size=1 << 24)
+        rows = env.open_db(b"rows")
+        with env.begin(write=True) as txn:
+            edit(txn, rows, txn.get(key, db=rows))  # type: ignore[operator]
+        env.close()
+
+    def row(data: bytes) -> Row:
+        found = unpack_row(data)
+        assert found is not None
+        return found
+
+    edits = {
+        "bit": lambda t, db, d: t.put(key, bytes([*d[:40], d[40] ^ 1, *d[41:]]), db=db),
+        "lost": lambda t, db, d: t.delete(key, db=db),
+        "key": lambda t, db, d: (t.delete(key, db=db), t.put(b"\0" * 16, d, db=db)),
+        "slot": lambda t, db, d: t.put(key, pack_row(row(d)._replace(slot=0)), db=db),
+        "count": lambda t, db, d: t.put(key, pack_row(row(d)._replace(children=7)), db=db),
+        "parent": lambda t, db, d: t.put(key, pack_row(row(d)._replace(parent=b"?" * 16)), db=db),
+        "frames": lambda t, db, d: t.put(key, pack_row(row(d)._replace(frames=2)), db=db),
+        "size": lambda t, db, d: t.put(key, pack_row(row(d)._replace(size=77)), db=db),
+        "state": lambda t, db, d: t.put(key, pack_row(row(d)._replace(state=5)), db=db),
+    }
+    change(lambda t, db, d: None)
+    assert inspect(index, STORE).status == SOUND
+    for name, edit in edits.items():
+        change(edit)
+        verdict = inspect(index, STORE)
+        assert verdict.status == UNSOUND, name
+    with open_store(filled) as store:
+        assert all(fetch(store, RECORDS))
+        store.check()
+
+
+def test_is_clean_compares_the_bytes(filled: Path) -> None:
+    from kvtier.stores.directory import names_in
+
+    (names,) = names_in(str(filled))
+    assert is_clean(names)
+    flip(store_dir(filled) / "index.mdb", 4096 * 2 + 10)
+    assert not is_clean(names)
+
+
+# -- encoding ------------------------------------------------------------------------------------
+
+ROW_ = Row(b"k" * 16, b"p" * 16, b"c" * 16, 1, 2, 3, 4, 5, 6, 7, 8, 1, 0)
+HEADER = Header(b"k" * 16, b"p" * 16, b"c" * 16, 2, 1, 3, 4, 5, 6, 7, 1, 0, b"t" * 2048)
+
+
+def test_rows_notice_every_flip() -> None:
+    data = pack_row(ROW_)
+    assert len(data) == ROW.itemsize
+    assert unpack_row(data) == ROW_
+    assert unpack_row(data[:-1]) is None
+    as_array = np.frombuffer(data, ROW)[0]
+    for name in ROW_._fields:
+        assert bytes(as_array[name]) == bytes(as_array[name].dtype.type(getattr(ROW_, name)))
+    for bit in range(len(data) * 8):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert unpack_row(bytes(flipped)) is None
+        assert not row_checks(np.frombuffer(data + flipped + data, ROW))
+    assert row_checks(np.frombuffer(data * 3, ROW))
+
+
+def test_lists_of_slots_notice_every_flip() -> None:
+    data = pack_more([5, 2**32 - 1, 0])
+    assert unpack_more(data) == [5, 2**32 - 1, 0]
+    assert unpack_more(b"") is None
+    for bit in range(len(data) * 8):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert unpack_more(bytes(flipped)) is None
+
+
+def test_headers_notice_flips_and_foreign_stores() -> None:
+    block = memoryview(bytearray(b"\xff" * 4096))
+    pack_header(block, STORE, HEADER)
+    assert unpack_header(block, STORE) == HEADER
+    assert unpack_header(block, b"x" * 16) is None
+    for at in range(4096):
+        block[at] ^= 4
+        assert unpack_header(block, STORE) is None, at
+        block[at] ^= 4
+    assert unpack_header(memoryview(bytes(4096)), STORE) is None
+
+
+def test_slot_map() -> None:
+    slots = SlotMap(10)
+    assert slots.take(3, below=10) == [0, 1, 2]
+    assert slots.take(2, below=4) is None
+    assert slots.take(1, below=4) == [3]
+    slots.give([1])
+    assert slots.take(2, below=6) == [4, 5]
+    assert slots.take(2, below=7) == [6, 1]
+    assert slots.used == 7
+    assert slots.highest() == 6
+    with pytest.raises(ValueError, match="twice"):
+        slots.mark([6])
+    with pytest.raises(ValueError, match="twice"):
+        slots.mark([8, 8])
+    with pytest.raises(AssertionError):
+        slots.give([9])
+
+
+def test_check_rows_scales_to_equal_halves() -> None:
+    """Keys whose first halves are equal are told apart by the second."""
+    from kvtier.stores.index import Counters
+
+    keys = [b"same-8-b" + bytes([0] * 7 + [i]) for i in range(5)]
+    rows = [
+        Row(key, keys[i - 1] if i else b"\0" * 16, b"", 0, 1, 10, i + 1, int(i < 4), i, 1, 1, 0, 0)
+        for i, key in enumerate(keys)
+    ]
+    table = np.frombuffer(b"".join(pack_row(row) for row in rows), ROW)
+    counters = Counters(records=5, frames=5, bytes=50)
+    assert check_rows(table, {}, counters) == []
+    assert check_rows(table[1:], {}, counters)[0].startswith("1 records lack their parent")
