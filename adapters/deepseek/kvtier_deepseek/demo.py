@@ -1,0 +1,296 @@
+"""``kvtier demo``: two conversations about a book, served from device, host and disk.
+
+A small DeepSeek model with random weights and a byte tokenizer; tiers so small that the device and
+the host must evict.  Half way the process ends, and a new one goes on from what is on disk.  Every
+generated token is compared with plain ``generate()`` of an untouched copy of the model.
+"""
+
+import argparse
+import copy
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import pairwise
+from multiprocessing import get_context
+from os import getpid
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from kvtier import Cache, CacheConfig, KVTierError, Tier
+from kvtier.layouts import Layout
+from kvtier_deepseek.attach import attach
+from kvtier_deepseek.config import layout_for
+from kvtier_deepseek.runner import Generation, generate
+
+__all__ = ["main"]
+
+PAGE_TOKENS = 64
+DEVICE_PAGES, HOST_PAGES = 60, 72
+NEW_TOKENS = 16
+SEED = 20
+OPENING = "You read a book aloud with a friend, and say after each passage what you make of it.\n"
+READERS = ("Ann", "Ben")
+# Whose turn it is, before the process ends and after.
+FIRST, SECOND = "AABABBABABAB", "ABAB"
+TIERS = (Tier.GPU, Tier.CPU, Tier.DISK)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One line of the table."""
+
+    process: int
+    reader: str
+    result: Generation
+    equal: bool
+    """Whether every token is the one that plain ``generate()`` gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What one process did; travels back to the one that started it."""
+
+    turns: list[Turn]
+    transcripts: dict[str, list[int]]
+    device_evictions: int
+    host_evictions: int
+    reference_s: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo.  0 if all tokens are right and every tier has restored some, 1 if not, 2 if it
+    could not run."""
+    parser = argparse.ArgumentParser(prog="kvtier demo", description=__doc__)
+    parser.add_argument("--arch", choices=("v3", "v2"), default="v3", help="DeepSeek-V3 or V2")
+    parser.add_argument("--dir", type=Path, help="keep the disk tier here (default: temporary)")
+    options = parser.parse_args(argv)
+    held = nullcontext(options.dir) if options.dir else tempfile.TemporaryDirectory()
+    with held as directory:
+        print(f"A random DeepSeek-{options.arch.upper()} model; disk tier in {directory}\n")
+        transcripts = {reader: list(OPENING.encode()) for reader in READERS}
+        try:
+            first = _in_a_process(options.arch, Path(directory), FIRST, transcripts, 0)
+            print("\nThat process has ended; a new one opens the same directory.\n")
+            transcripts = first.transcripts
+            second = _in_a_process(options.arch, Path(directory), SECOND, transcripts, len(FIRST))
+        except (KVTierError, OSError, ImportError) as error:
+            print(f"kvtier demo: {error}", file=sys.stderr)
+            return 2
+    return _verdict(first, second)
+
+
+def _in_a_process(
+    arch: str, directory: Path, order: str, transcripts: dict[str, list[int]], passage: int
+) -> Served:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        served = pool.submit(serve, arch, directory, order, transcripts, passage).result()
+    _print_table(served)
+    return served
+
+
+def serve(
+    arch: str, directory: Path, order: str, transcripts: dict[str, list[int]], passage: int
+) -> Served:
+    """Play the turns of ``order`` from the given passage of the book on, in this process."""
+    torch.set_num_threads(2)
+    model = make_model(arch)
+    plain = copy.deepcopy(model)
+    layout = layout_for(model.config, page_tokens=PAGE_TOKENS, dtype=torch.float32)
+    passages = _passages(len(FIRST) + len(SECOND))[passage:]
+    transcripts = {reader: list(tokens) for reader, tokens in transcripts.items()}
+    turns: list[Turn] = []
+    reference_s = 0.0
+    bar = _Bar(len(order))
+    with (
+        Cache(
+            layout, _sizes(layout, directory), model=f"demo-{arch}-{SEED}", device="cpu"
+        ) as cache,
+        attach(model, cache) as adapter,
+    ):
+        for number, (initial, text) in enumerate(zip(order, passages, strict=False)):
+            reader = next(name for name in READERS if name.startswith(initial))
+            prompt = transcripts[reader] + list(f"{reader}: {text}\nYou: ".encode())
+            bar.turn(number, reader, len(prompt) + NEW_TOKENS)
+            result = generate(
+                adapter, cache, prompt, NEW_TOKENS, chunk=256, label=reader, progress=bar.tokens
+            )
+            bar.show("comparing with generate()")
+            started = perf_counter()
+            expected = _plain_tokens(plain, prompt)
+            reference_s += perf_counter() - started
+            turns.append(Turn(getpid(), reader, result, list(result.tokens) == expected))
+            transcripts[reader] = [*prompt, *result.tokens, *b"\n"]
+        bar.close()
+        cache.flush().result()
+        tiers = cache.stats().tiers
+    return Served(
+        turns,
+        transcripts,
+        tiers[Tier.GPU].evictions,
+        tiers[Tier.CPU].evictions,
+        reference_s,
+    )
+
+
+def make_model(arch: str) -> Any:
+    """A small model of the architecture, with the same random weights in every process."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError('the demo needs transformers: pip install "kvtier[deepseek]"') from error
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    sizes: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 8192,
+        "n_group": 1,
+        "topk_group": 1,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(SEED)
+    model: Any
+    if arch == "v3":
+        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
+    else:
+        model = transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.15)
+    return model.eval()
+
+
+def _sizes(layout: Layout, directory: Path) -> CacheConfig:
+    """A device that holds one conversation and little more, a host of less than both."""
+    return CacheConfig(
+        gpu_bytes=DEVICE_PAGES * layout.page_bytes(),
+        cpu_bytes=HOST_PAGES * layout.frame_bytes(),
+        disk_bytes="64MiB",
+        disk_path=directory,
+    )
+
+
+def _passages(count: int) -> list[str]:
+    """The book in ``count`` pieces of about equal length, cut between words."""
+    words = files("kvtier_deepseek").joinpath("data/alice.txt").read_text("utf-8").split()
+    cuts = [len(words) * i // count for i in range(count + 1)]
+    return [" ".join(words[a:b]) for a, b in pairwise(cuts)]
+
+
+def _plain_tokens(plain: Any, prompt: list[int]) -> list[int]:
+    """What ``generate()`` of a model that no adapter has touched appends."""
+    ids = torch.tensor([prompt])
+    out = plain.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+class _Bar:
+    """A progress bar: one line that is written over on a terminal, one line per turn elsewhere."""
+
+    WIDTH = 32
+
+    def __init__(self, turns: int) -> None:
+        self._turns, self._turn, self._reader, self._goal = turns, 0, "", 1
+        self._live = sys.stderr.isatty()
+
+    def turn(self, turn: int, reader: str, goal: int) -> None:
+        """Turn number ``turn`` begins; ``goal`` tokens will be in the cache at its end."""
+        self._turn, self._reader, self._goal = turn, reader, goal
+        self._write("starting", 0.0, end="\n")
+
+    def tokens(self, done: int) -> None:
+        """``done`` of the turn's tokens are in the cache."""
+        if self._live:
+            self._write(f"{done:5d} tokens", min(done / self._goal, 1.0))
+
+    def show(self, text: str) -> None:
+        if self._live:
+            self._write(text, 1.0)
+
+    def close(self) -> None:
+        if self._live:
+            sys.stderr.write(f"\r{'':100}\r")
+
+    def _write(self, text: str, done: float, end: str = "") -> None:
+        share = (self._turn + done) / self._turns
+        bar = ("#" * round(share * self.WIDTH)).ljust(self.WIDTH, ".")
+        line = f"[{bar}] {share:4.0%}  turn {self._turn + 1}/{self._turns}  {self._reader}  {text}"
+        sys.stderr.write(f"\r{line:100}" if self._live else line + end)
+        sys.stderr.flush()
+
+
+def _print_table(served: Served) -> None:
+    print("process  turn  reader  prompt  device  host  disk  computed    time  tokens")
+    for number, turn in enumerate(served.turns, start=1):
+        r = turn.result
+        tiers = "  ".join(
+            f"{r.restored.get(tier, 0):{width}d}"
+            for tier, width in zip(TIERS, (6, 4, 4), strict=True)
+        )
+        print(
+            f"{turn.process:7d}  {number:4d}  {turn.reader:6s}  {r.prompt_tokens:6d}  {tiers}  "
+            f"{r.computed:8d}  {r.seconds:5.2f} s  {'equal' if turn.equal else 'DIFFERENT'}"
+        )
+
+
+def _verdict(first: Served, second: Served) -> int:
+    turns = first.turns + second.turns
+    restored = {t: sum(turn.result.restored.get(t, 0) for turn in turns) for t in TIERS}
+    after_restart = sum(turn.result.restored.get(Tier.DISK, 0) for turn in second.turns)
+    prompts = sum(turn.result.prompt_tokens for turn in turns)
+    computed = sum(turn.result.computed for turn in turns)
+    longest = max(turn.result.prompt_tokens for turn in turns)
+    ours = sum(turn.result.seconds for turn in turns)
+    print(
+        f"\n{prompts} prompt tokens in {len(turns)} turns, the longest {longest}: "
+        f"{restored[Tier.GPU]} restored from the device, {restored[Tier.CPU]} from the host, "
+        f"{restored[Tier.DISK]} from disk ({after_restart} of them after the restart), "
+        f"{computed} computed.\n{first.device_evictions + second.device_evictions} pages left the "
+        f"device and {first.host_evictions + second.host_evictions} the host on the way.  "
+        f"{ours:.1f} s here, {first.reference_s + second.reference_s:.1f} s by plain generate()."
+    )
+    checks = {
+        "every generated token equals plain generate()": all(turn.equal for turn in turns),
+        "device, host and disk each restored tokens": min(restored.values()) > 0,
+        "the new process restored from disk": after_restart > 0,
+        "device and host evicted": first.device_evictions > 0 and first.host_evictions > 0,
+        "the conversations are over 3,000 tokens long": longest > 3000,
+        "two processes served": len({turn.process for turn in turns}) == 2,
+    }
+    for what, holds in checks.items():
+        print(f"  {'ok    ' if holds else 'FAILED'}  {what}")
+    return 0 if all(checks.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

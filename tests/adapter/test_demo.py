@@ -1,0 +1,91 @@
+"""The demo: it passes, and its verdict can fail."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier import Tier
+from kvtier_deepseek import Generation, demo
+
+
+def test_the_passages_are_the_whole_book_in_order() -> None:
+    passages = demo._passages(16)
+    book = " ".join(passages)
+    assert len(passages) == 16
+    assert len(book) > 6000
+    assert book.startswith("Alice was beginning to get very tired")
+    assert max(map(len, passages)) < 2 * min(map(len, passages))
+
+
+@pytest.mark.parametrize("arch", ["v2", "v3"])
+def test_weights_are_the_same_in_every_process(arch: str) -> None:
+    """The disk tier is keyed by the model's name, so its weights must not depend on the run."""
+    one, two = demo.make_model(arch).state_dict(), demo.make_model(arch).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert one["lm_head.weight"].std() > 0.1
+
+
+@pytest.mark.parametrize("arch", ["v2", "v3"])
+def test_a_short_conversation_and_a_second_process(arch: str, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    start = {reader: list(demo.OPENING.encode()) for reader in demo.READERS}
+    first = demo.serve(arch, tmp_path, "AAB", start, 0)
+    second = demo.serve(arch, tmp_path, "AB", first.transcripts, 3)
+    torch.set_num_threads(threads)
+    assert all(turn.equal for turn in first.turns + second.turns)
+    assert [turn.reader for turn in first.turns] == ["Ann", "Ann", "Ben"]
+    assert first.turns[0].result.restored[Tier.GPU] == 0
+    assert first.turns[1].result.restored[Tier.GPU] > 400
+    assert first.turns[2].result.restored[Tier.GPU] == 64  # what both conversations begin with
+    assert second.turns[0].result.restored[Tier.DISK] > 800
+
+
+def served(*, equal: bool = True, process: int = 1, disk: int = 9, evicted: int = 1) -> demo.Served:
+    result = Generation(
+        tokens=(1,),
+        prompt_tokens=3100,
+        restored={Tier.GPU: 5, Tier.CPU: 5, Tier.DISK: disk},
+        computed=10,
+        restore_s=0.0,
+        prefill_s=0.0,
+        decode_s=0.0,
+    )
+    return demo.Served([demo.Turn(process, "Ann", result, equal)], {}, evicted, evicted, 0.0)
+
+
+def test_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    good = served(), served(process=2)
+    assert demo._verdict(*good) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    short = dataclasses.replace(good[0].turns[0].result, prompt_tokens=100)
+    shorter = [
+        dataclasses.replace(s, turns=[dataclasses.replace(s.turns[0], result=short)]) for s in good
+    ]
+    for bad in (
+        (served(equal=False), served(process=2)),
+        (served(), served(process=2, equal=False)),
+        (served(), served(process=2, disk=0)),
+        (served(), served()),
+        (served(evicted=0), served(process=2, evicted=0)),
+        tuple(shorter),
+    ):
+        assert demo._verdict(*bad) == 1
+        assert capsys.readouterr().out.count("FAILED") >= 1
+
+
+def test_a_directory_that_cannot_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert demo.main(["--dir", str(tmp_path / "file")]) == 2
+    assert "not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--arch", "v2", "--dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count(" equal\n") == len(demo.FIRST + demo.SECOND)
