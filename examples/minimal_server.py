@@ -97,7 +97,7 @@ async def serve() -> None:
         engine = Engine(cache, ToyModel())
         loop = asyncio.create_task(engine.run())
 
-        async def client(prompt: list[int], max_new: int, hang_up_after: int = 1000) -> list[int]:
+        async def client(prompt: list[int], max_new: int, hang_up_after: int = 1000) -> None:
             got: list[int] = []
             async with aclosing(engine.generate(prompt, max_new)) as tokens:
                 async for token in tokens:
@@ -106,7 +106,6 @@ async def serve() -> None:
                         break
             assert got == generate_plainly(ToyModel(), prompt, len(got))
             print(f"{bytes(prompt[-12:])!r:>16} -> {len(got)} tokens, as computed without a cache")
-            return got
 
         await client(prompts[0], 20)  # fills the cache
         await asyncio.gather(
