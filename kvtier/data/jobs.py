@@ -68,12 +68,10 @@ class Job:
             self._shares += 1
 
     def cut(self, part: int, error: BaseException | None = None) -> None:
-        """``part`` and those behind it are not delivered."""
+        """``part`` and those behind it are not delivered; ``error`` is why, if it is the first."""
         with self._lock:
             if part < self.delivered:
-                self.delivered = part
-            if self._error is None:
-                self._error = error
+                self.delivered, self._error = part, error
 
     def release_sources(self) -> None:
         """Tell the caller, once, that a PACK's source frames may be reused."""

@@ -22,6 +22,7 @@ from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Kind, Op, OpKind, Part
 from kvtier.data import DeviceTransfer, HostArena, Traffic
+from kvtier.data.jobs import Job
 from kvtier.errors import CacheClosed, ConfigError, StoreError
 from kvtier.layouts import Component, Layout, Share, gqa
 from kvtier.seams import Read, Record
@@ -739,15 +740,44 @@ def test_geometry_of_another_layout_is_refused() -> None:
 
 def test_writes_keep_the_order_of_start() -> None:
     """STORE and DROP of one key, alternating, end as the last one says."""
-    with plane() as p:
+    with plane(io_threads=4) as p:
         p.start(OpKind.PACK, down(0, 0)).wait()
-        for _ in range(20):
+        put = p.store.put_group
+
+        def slow(records: Sequence[Record]) -> None:
+            time.sleep(0.002)  # time for a DROP to overtake, if it could
+            put(records)
+
+        p.store.put_group = slow  # type: ignore[method-assign]
+        for _ in range(10):
             p.start(OpKind.STORE, to_disk(1, 0))
             p.start(OpKind.DROP, to_disk(1, 0))
         p.start(OpKind.DROP, to_disk(1, 0)).wait()
         assert p.store.keys() == set()
+        p.start(OpKind.DROP, to_disk(1, 0))
         p.start(OpKind.STORE, to_disk(1, 0)).wait()
         assert p.store.keys() == {key(1)}
+
+
+@pytest.mark.parametrize("cuts", [[(5, 5), (3, 3), (4, 4)], [(3, 3), (3, 9), (5, 5)]])
+def test_a_job_ends_with_its_first_failure(cuts: list[tuple[int, int]]) -> None:
+    """Whatever the order in which failures are seen, and with the error that belongs to it."""
+    ends: list[object] = []
+    job = Job(
+        Op(1, OpKind.RESTORE, tuple(up(i, i) for i in range(8))),
+        packed=lambda: ends.append("packed"),
+        done=lambda n, error: ends.append((n, str(error))),
+        ended=lambda job: ends.append("ended"),
+    )
+    for part, why in cuts:
+        job.share()
+        job.cut(part, OSError(why))
+        job.end_share()
+    assert ends == []
+    job.end_share()
+    assert ends == [(3, "3"), "ended"]
+    with pytest.raises(AssertionError, match="has ended"):
+        job.end_share()
 
 
 def test_completions_may_start_ops_on_a_single_thread() -> None:
