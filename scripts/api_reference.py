@@ -1,0 +1,153 @@
+"""Write docs/api.md: every public name with its signature and what its docstring says first.
+
+    python scripts/api_reference.py            # writes it
+    python scripts/api_reference.py --check    # exit status 1 if it is out of date
+
+Read from the source, so that annotations stay as they were written.
+"""
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "docs" / "api.md"
+MODULES = ("kvtier", "kvtier.layouts", "kvtier.testing")
+HEAD = """# API reference
+
+Every public name: its signature, and the first sentence of its docstring; `help()` has the rest. Written by `scripts/api_reference.py`; a test compares it with the code.
+"""
+SHOWN = {"__init__", "__len__", "__add__", "__getitem__"}
+
+Node = ast.ClassDef | ast.FunctionDef | ast.Assign | ast.AnnAssign
+
+
+def main() -> int:
+    sys.path.insert(0, str(ROOT))
+    text = reference()
+    if "--check" in sys.argv[1:]:
+        if TARGET.exists() and TARGET.read_text() == text:
+            return 0
+        print(f"{TARGET} is out of date: run python {Path(__file__).name}", file=sys.stderr)
+        return 1
+    TARGET.write_text(text)
+    return 0
+
+
+def reference() -> str:
+    parts = [HEAD]
+    for module in MODULES:
+        parts.append(f"\n## `{module}`\n")
+        names = importlib.import_module(module).__all__
+        parts += [entry(module, name) for name in sorted(names, key=str.lower) if name[0] != "_"]
+    return "\n".join(parts)
+
+
+def entry(module: str, name: str) -> str:
+    node = definition(module, name)
+    if isinstance(node, ast.FunctionDef):
+        return f"### {name}\n\n```text\n{signature(node)}\n```\n\n{says(node)}\n"
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        assert node.value is not None
+        return f"### {name}\n\n```text\n{name} = {unquoted(node.value)}\n```\n"
+    bases = ", ".join(ast.unparse(base) for base in node.bases)
+    lines = [f"class {name}({bases})" if bases else f"class {name}", *members(node)]
+    table = [f"| `{member}` | {text} |" for member, text in documented(node) if text]
+    listing = "\n| | |\n|---|---|\n" + "\n".join(table) + "\n" if table else ""
+    code = "\n    ".join(lines)
+    return f"### {name}\n\n{says(node)}\n\n```text\n{code}\n```\n{listing}"
+
+
+def definition(module: str, name: str) -> Node:
+    """Where a public name is defined, following ``from x import name``."""
+    path = Path(str(importlib.import_module(module).__file__))
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return node
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(t, ast.Name) and t.id == name for t in targets):
+                return node
+        if isinstance(node, ast.ImportFrom) and any(a.name == name for a in node.names):
+            assert node.module is not None
+            return definition(node.module, name)
+    face: dict[str, str] = vars(importlib.import_module("kvtier"))["_FACE"]
+    assert face[name] != module, f"{module} does not define {name}"
+    return definition(face[name], name)
+
+
+def members(node: ast.ClassDef) -> Iterator[str]:
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and public(item.name):
+            if is_property(item):
+                assert item.returns is not None
+                yield f"{item.name}: {unquoted(item.returns)}"
+            else:
+                yield signature(item)
+        elif isinstance(item, ast.AnnAssign) and public(target := ast.unparse(item.target)):
+            default = "" if item.value is None else f" = {short(item.value)}"
+            yield f"{target}: {unquoted(item.annotation)}{default}"
+        elif isinstance(item, ast.Assign) and "__slots__" not in ast.unparse(item):
+            yield ast.unparse(item)
+
+
+def documented(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for item, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(item, ast.FunctionDef) and public(item.name):
+            yield item.name.replace("__init__", node.name), says(item)
+        elif (
+            isinstance(item, ast.AnnAssign)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and public(ast.unparse(item.target))
+        ):
+            yield ast.unparse(item.target), first_sentence(str(after.value.value))
+
+
+def public(name: str) -> bool:
+    return name in SHOWN or not name.startswith("_")
+
+
+def is_property(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(d) == "property" for d in node.decorator_list)
+
+
+def signature(node: ast.FunctionDef) -> str:
+    arguments = node.args
+    for argument in (*arguments.args, *arguments.kwonlyargs):
+        if argument.annotation is not None:
+            argument.annotation = ast.Name(unquoted(argument.annotation))
+    if arguments.args and arguments.args[0].arg == "self":
+        del arguments.args[0]
+    returns = "" if node.returns is None else f" -> {unquoted(node.returns)}"
+    if node.name == "__init__":
+        returns = ""
+    return f"{node.name}({ast.unparse(arguments)}){returns}"
+
+
+def unquoted(node: ast.expr) -> str:
+    """An annotation without the quotes of a forward reference."""
+    text = ast.unparse(node)
+    return re.sub(r"""(['"])([^'"]*)\1""", r"\2", text) if "Literal" not in text else text
+
+
+def short(node: ast.expr) -> str:
+    text = ast.unparse(node)
+    return "..." if text.startswith("field(") else text
+
+
+def says(node: ast.ClassDef | ast.FunctionDef) -> str:
+    return first_sentence(ast.get_docstring(node) or "")
+
+
+def first_sentence(text: str) -> str:
+    paragraph = " ".join(text.strip().split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.])\s(?=[A-Z`(])", paragraph)[0]
+    return sentence.replace("``", "`").replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
