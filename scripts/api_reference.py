@@ -16,10 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "api.md"
 MODULES = ("kvtier", "kvtier.layouts", "kvtier.testing")
-HEAD = """# API reference
-
-Every public name: its signature, and the first sentence of its docstring; `help()` has the rest. Written by `scripts/api_reference.py`; a test compares it with the code.
-"""
+HEAD = (
+    "# API reference\n\n"
+    "Every public name: its signature, and the first sentence of its docstring; `help()` has the "
+    "rest. Written by `scripts/api_reference.py`; a test compares it with the code.\n"
+)
 SHOWN = {"__init__", "__len__", "__add__", "__getitem__"}
 
 Node = ast.ClassDef | ast.FunctionDef | ast.Assign | ast.AnnAssign
