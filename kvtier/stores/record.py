@@ -155,7 +155,7 @@ def unpack_row(data: bytes) -> Row | None:
 
 def row_checks(rows: npt.NDArray[np.void]) -> bool:
     """Whether every row passes its own check."""
-    words = np.ascontiguousarray(rows).view("<u4").reshape(len(rows), -1)
+    words = np.ascontiguousarray(rows).view("<u4").reshape(-1, ROW.itemsize // 4)
     total = np.zeros(len(rows), np.uint64)
     for i in range(words.shape[1] - 1):
         weight = np.uint64(pow(2, 32 * i, _PRIME))
