@@ -1,5 +1,6 @@
 """How long pages live and how much they matter: the most that any lease has asked for."""
 
+from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from kvtier.core.leases import NEVER, LeaseRecord
@@ -12,21 +13,36 @@ __all__ = ["Lifetimes"]
 class Lifetimes:
     """Priorities and times to live."""
 
-    __slots__ = ("_count", "_expiring", "residency")
+    __slots__ = ("_count", "_expiring", "_used", "residency")
 
     def __init__(self, residency: Residency) -> None:
         self.residency = residency
         self._expiring: list[tuple[float, int, Node]] = []
         self._count = 0
+        self._used = False
 
-    def extend(self, node: Node, rec: LeaseRecord) -> None:
-        """A page is as important, and lives as long, as the lease that asks most of it."""
-        node.priority = max(node.priority, rec.priority)
-        if node.expires < rec.expires:
-            node.expires = rec.expires
-            if rec.expires < NEVER:
-                self._count += 1
-                heappush(self._expiring, (rec.expires, self._count, node))
+    def extend(self, nodes: Iterable[Node], rec: LeaseRecord) -> None:
+        """Pages are as important, and live as long, as the lease that asks most of them."""
+        self._used = self._used or rec.priority != 0 or rec.expires < NEVER
+        if not self._used:
+            return  # nobody has ever asked for anything
+        for node in nodes:
+            node.priority = max(node.priority, rec.priority)
+            if node.expires < rec.expires:
+                self._until(node, rec.expires)
+
+    def born(self, node: Node, rec: LeaseRecord) -> None:
+        """A page that only this lease has asked for so far."""
+        node.priority = rec.priority
+        if rec.expires < NEVER:
+            self._used = True
+            self._until(node, rec.expires)
+
+    def _until(self, node: Node, expires: float) -> None:
+        node.expires = expires
+        if expires < NEVER:
+            self._count += 1
+            heappush(self._expiring, (expires, self._count, node))
 
     def expire(self, now: float) -> None:
         """Drop pages whose time to live has passed and that nobody holds."""

@@ -201,9 +201,8 @@ class CacheCore:
         self.leases[rec.id] = rec
         self.lookups += 1
         self.lookup_tokens += len(tokens)
-        for n in rec.nodes:
-            n.hits += 1
-            self.lifetimes.extend(n, rec)
+        self.residency.touch(rec.nodes, hits=1)
+        self.lifetimes.extend(rec.nodes, rec)
         if write:
             ops += self._lower_again(rec.nodes)
         return rec, ops

@@ -73,7 +73,7 @@ def explain(
             reason = "quarantined"
         elif _elsewhere(core, identity, data[: (i + 1) * stride], extras):
             reason = "other_identity"
-        elif res.seen_before(i + 1, own):
+        elif res.seen_before(own):
             reason = "evicted"
         else:
             reason = "never_seen"

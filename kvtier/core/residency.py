@@ -12,10 +12,9 @@ that cannot be reached.  Every node in the tree has a history copy that is READY
 Knows nothing of leases beyond the counts ``pins`` and ``keeps`` on nodes.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from zlib import crc32
 
 from kvtier.config import EvictionPolicy
 from kvtier.core.disk import DiskTable
@@ -24,13 +23,14 @@ from kvtier.core.frames import FramePool
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import chain_root, checkpoint_key, page_key
 from kvtier.core.ops import Kind
-from kvtier.core.tree import NEVER, Node, RadixTree
+from kvtier.core.tree import Node, RadixTree
 from kvtier.types import Identity, Tier
 
 __all__ = ["CHECKPOINT", "CPU", "DISK", "GPU", "Copy", "Residency"]
 
 GPU, CPU, DISK = 0, 1, 2  # history slots of Node.copies; a checkpoint's slot is CHECKPOINT higher
 CHECKPOINT = 3
+_GHOST_BYTES = 64
 TIERS = (Tier.GPU, Tier.CPU, Tier.DISK)
 
 
@@ -94,13 +94,14 @@ class Residency:
         """Copies that left the tree while an operation still held their frames."""
         self.parked: dict[Copy, None] = {}
         """Host copies that belong to paused leases."""
-        self.ghosts: OrderedDict[int, None] = OrderedDict()
+        self._ghosts: set[bytes] = set()
+        self._ghost_ring: deque[bytes] = deque()
         self.tick = 0
         self.evictions = [0, 0, 0]
         self.faults = [0, 0, 0]
         self.events: deque[tuple[str, bytes, Tier]] | None = None
         self.events_dropped = 0
-        self._ghost_limit = 2 * (geometry.gpu_pages + geometry.cpu_frames)
+        self._ghost_limit = 1024 + 2 * (geometry.gpu_pages + geometry.cpu_frames)
 
     # ------------------------------------------------------------------ keys
     def root(self, identity: Identity) -> Node:
@@ -280,15 +281,17 @@ class Residency:
                 elif not n.kids[GPU]:
                     self.offer(copy)
 
-    def touch(self, nodes: Iterable[Node]) -> None:
-        """Stamp a whole path with one new tick."""
+    def touch(self, nodes: Sequence[Node], hits: int = 0) -> None:
+        """Stamp a whole path with one new tick; ``hits`` is 1 when it was found again."""
         self.tick += 1
         tick = self.tick
         for n in nodes:
             n.tick = tick
-            if (copy := n.copies[DISK]) is not None:
-                assert self.disk is not None
-                self.disk.touch(copy.frames[0], tick)
+            n.hits += hits
+        if self.disk is not None:
+            for n in nodes:
+                if (copy := n.copies[DISK]) is not None:
+                    self.disk.touch(copy.frames[0], tick)
 
     def prune(self, node: Node) -> None:
         """Forget nodes that nothing refers to any more, from here upwards."""
@@ -312,7 +315,7 @@ class Residency:
                 node.parent.kids[DISK] -= 1
                 copies[DISK] = copies[DISK + CHECKPOINT] = None
             else:
-                self._remember(node)
+                self._remember([node.page(self.tree.stride)[:_GHOST_BYTES]])
             self.tree.remove_leaf(node)
             assert node.parent is not None
             node = node.parent
@@ -340,16 +343,19 @@ class Residency:
         if parent is not None and parent.depth and parent.run is not None:
             self.prune(parent)
 
-    def _remember(self, node: Node) -> None:
-        ghost = (node.depth << 32) | crc32(node.page(self.tree.stride))
-        self.ghosts[ghost] = None
-        self.ghosts.move_to_end(ghost)
-        if len(self.ghosts) > self._ghost_limit:
-            self.ghosts.popitem(last=False)
+    def _remember(self, ghosts: Sequence[bytes]) -> None:
+        self._ghosts.update(ghosts)
+        self._ghost_ring.extend(ghosts)
+        while len(self._ghost_ring) > self._ghost_limit:
+            self._ghosts.discard(self._ghost_ring.popleft())
 
-    def seen_before(self, depth: int, page: bytes) -> bool:
-        """Whether such a page was evicted lately (a hint: by checksum)."""
-        return ((depth << 32) | crc32(page)) in self.ghosts
+    def seen_before(self, page: bytes) -> bool:
+        """Whether such a page was evicted lately: a hint, from how the page begins."""
+        return page[:_GHOST_BYTES] in self._ghosts
+
+    def forget_ghosts(self) -> None:
+        self._ghosts.clear()
+        self._ghost_ring.clear()
 
     # ------------------------------------------------------------------ disk rows and nodes
     def load_row(self, parent: Node, data: bytes, page: int, extra: bytes, row: int) -> Node:
@@ -365,7 +371,6 @@ class Residency:
         node.digest = self.disk.key(row)
         self.attach(node, DISK, (row,))
         self.disk_nodes[row] = node
-        node.expires = NEVER if node.expires < 0 else node.expires
         tail = self.disk.find(checkpoint_key(node.digest)) if self.geometry.has_tails else -1
         if tail >= 0:
             self.attach(node, DISK + CHECKPOINT, (tail,))
@@ -472,9 +477,57 @@ class Residency:
         return freed
 
     def _evict(self, victims: list[Copy]) -> None:
+        """Drop these copies, children before parents.  The common case, a page without a
+        checkpoint here, is done in place; the rest goes through ``detach``."""
+        above: Node | None = None
+        frames: list[int] = []
+        ghosts: list[bytes] = []
+        gone = 0
+        stride = self.tree.stride
+        slot = victims[0].tier if victims else GPU  # one pool, so one tier
+        self.evictions[slot] += len(victims)
         for copy in victims:
-            self.evictions[copy.tier] += 1
-            self.detach(copy)
+            node = copy.node
+            assert node is not None and node.parent is not None
+            if copy.slot != slot or node.copies[slot + CHECKPOINT] or self.events is not None:
+                self.detach(copy)
+                continue
+            if above is not None and above is not node:
+                self._fell_free(above, slot)
+            above = node.parent
+            above.kids[slot] -= 1
+            copies = node.copies
+            copies[slot] = copy.node = None
+            frames.append(copy.frames[0])
+            if copies[GPU] is None and copies[CPU] is None:
+                run = node.run
+                assert run is not None
+                if copies[DISK] is not None or node.pins:
+                    self.prune(node)
+                    continue
+                run.nodes.pop()  # a leaf of its tier without other copies is a leaf of the tree
+                node.run = None
+                gone += 1
+                start = node.index * stride
+                ghosts.append(run.tokens[start : start + _GHOST_BYTES])
+                if above.run is not run:
+                    self.tree.shrunk(run)
+        if gone:
+            self.tree.num_nodes -= gone
+            self._remember(ghosts)
+            if above is not None and above.run is not None:
+                self.tree.shrunk(above.run)
+        if frames:
+            self.pools[slot].give(frames)
+        if above is not None:
+            self._fell_free(above, slot)
+
+    def _fell_free(self, node: Node, slot: int) -> None:
+        """The last child of ``node`` may have left this tier."""
+        if node.kids[slot] == 0 and (copy := node.copies[slot]) is not None:
+            self.offer(copy)
+        if node.depth:
+            self.prune(node)
 
     def _victims(self, slot: int, need: int) -> tuple[list[Copy], int]:
         """Copies that free ``need`` frames, children before parents; and what is missing."""
@@ -493,6 +546,9 @@ class Residency:
             while True:
                 out.append(copy)
                 need -= len(copy.frames)
+                if need > 0 and copy.slot < CHECKPOINT:
+                    need -= self._line_above(copy, out, need)
+                    copy = out[-1]
                 up = self._needed_by(copy)
                 if need <= 0 or up is None:
                     break
@@ -506,6 +562,35 @@ class Residency:
                     break
                 copy = up
         return out, max(0, need)
+
+    def _line_above(self, copy: Copy, out: list[Copy], need: int) -> int:
+        """Ancestors of a victim that nothing else needs and that rank as it does: taken without
+        asking the order, since nothing can come between."""
+        slot, node = copy.slot, copy.node
+        assert node is not None
+        tick, hits, priority, taken = node.tick, node.hits, node.priority, 0
+        while taken < need:
+            node = node.parent
+            assert node is not None
+            copies = node.copies
+            up = copies[slot]
+            if (
+                up is None
+                or node.tick != tick
+                or node.hits != hits
+                or node.priority != priority
+                or node.kids[slot] != 1
+                or node.pins
+                or node.keeps
+                or up.readers
+                or not up.ready
+                or copies[slot + CHECKPOINT] is not None
+                or (slot == GPU and (below := copies[CPU]) is not None and below.writer)
+            ):
+                break
+            out.append(up)
+            taken += 1
+        return taken
 
     def _needed_by(self, copy: Copy) -> Copy | None:
         """The copy in the same pool that this one keeps from being a leaf."""

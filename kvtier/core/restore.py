@@ -145,7 +145,6 @@ class Restore:
         rec.spare.extend(self.operations.private.take(spare))
         rec.nodes, rec.state = use, LeaseState.RESTORING
         rec.tail, rec.tail_ok = tail, checkpoint is None
-        res.touch(use)
         return self.plan(rec, missing, checkpoint, [])
 
     def _windows_at(self, pages: int) -> range:
@@ -190,8 +189,6 @@ class Restore:
                 rec.waits.add(copy.writer)
                 if copy.writer != op_id:
                     rec.origins.setdefault(n, self._origin_of(copy))
-            else:
-                rec.origins.setdefault(n, Tier.GPU)
         ops: list[Op] = []
         if self.geometry.has_tails and checkpoint is None and clear:
             assert rec.tail is not None
@@ -294,9 +291,11 @@ class Restore:
             for number, frame in rec.tail.windows.items():
                 self.tables.put_window(rec.row, number, frame)
         rec.cached_tokens = rec.length
-        rec.restored = dict.fromkeys((Tier.GPU, Tier.CPU, Tier.DISK), 0)
-        for n in rec.nodes:
-            rec.restored[rec.origins.get(n, Tier.GPU)] += page
+        rec.restored = {Tier.GPU: len(rec.nodes) * page, Tier.CPU: 0, Tier.DISK: 0}
+        for n in rec.nodes if rec.origins else ():
+            tier = rec.origins.get(n, Tier.GPU)
+            rec.restored[Tier.GPU] -= page
+            rec.restored[tier] += page
         rec.origins = {}
         if not rec.counted:
             rec.counted = True
@@ -308,9 +307,10 @@ class Restore:
     def let_go(self, rec: LeaseRecord) -> None:
         """The one way a lease lets go of nodes, pages and tail, whatever state it is in.  Spare
         pages stay: they are not part of what a restore can lose."""
-        for frame, own in zip(reversed(rec.frames), reversed(rec.owned), strict=True):
-            if own:
-                self.operations.private.drop(frame)
+        if True in rec.owned:
+            for frame, own in zip(reversed(rec.frames), reversed(rec.owned), strict=True):
+                if own:
+                    self.operations.private.drop(frame)
         rec.frames, rec.owned, rec.capacity, rec.length = [], [], -1, 0
         rec.waits = set()
         nodes, rec.nodes = rec.nodes, []

@@ -9,14 +9,14 @@ Knows tokens and structure only: what a node's copies mean is ``residency``'s bu
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvtier.types import Identity
 
 if TYPE_CHECKING:
     from kvtier.core.residency import Copy
 
-__all__ = ["NEVER", "Node", "RadixTree", "Run"]
+__all__ = ["NEVER", "Node", "RadixTree", "Run", "Segments", "path_to"]
 
 NEVER = float("inf")
 _RUN_BYTES = 1 << 16
@@ -26,7 +26,7 @@ _RUN_BYTES = 1 << 16
 class Run:
     """Pages inserted together.  ``tokens`` may be longer than ``nodes`` after eviction."""
 
-    __slots__ = ("head", "nodes", "parent", "tokens")
+    __slots__ = ("fork", "head", "nodes", "parent", "tokens")
 
     def __init__(self, parent: "Node", head: bytes, tokens: bytes) -> None:
         self.parent = parent
@@ -34,6 +34,9 @@ class Run:
         """The key under which the first node hangs in ``parent.children``."""
         self.tokens = tokens
         self.nodes: list[Node] = []
+        self.fork = b""
+        """Tokens up to where somebody left this run lately.  Many sequences leave a shared prefix
+        at the same page, and then one compare takes the place of a bisection."""
 
 
 class Node:
@@ -64,7 +67,7 @@ class Node:
     kids: list[int]
     """Per tier: how many children have a history copy there."""
     expires: float
-    """When its time to live ends; negative until a lease has said."""
+    """When its time to live ends."""
     digest: bytes
     """Chained key, computed when first needed; a root's is its chain root."""
 
@@ -81,7 +84,7 @@ class Node:
         self.tick = 0
         self.hits = 0
         self.priority = 0
-        self.expires = -1.0
+        self.expires = NEVER
         self.digest = b""
 
     @property
@@ -112,6 +115,9 @@ class Node:
         return self.run.head[stride:] if self.index == 0 else b""
 
 
+Segments: TypeAlias = list[tuple[list[Node], int, int]]
+
+
 class RadixTree:
     """All known prefixes, by identity."""
 
@@ -131,49 +137,58 @@ class RadixTree:
     # ------------------------------------------------------------------ reading
     def walk(
         self, node: Node, data: bytes, extras: Mapping[int, bytes] | None = None, start: int = 0
-    ) -> tuple[list[tuple[list[Node], int, int]], int, Node]:
+    ) -> tuple[Segments, int, Node]:
         """Follow ``data`` (packed tokens) from page ``start`` on, beginning below ``node``.
 
         Returns segments ``(nodes, first, stop)`` of the path found, the number of pages in it and
-        its last node.  Changes nothing.
+        its last node.  Changes nothing that can be seen.
         """
         stride = self.stride
-        first_byte = pos = start * stride
+        begin = pos = start * stride
         end = len(data) // stride * stride
-        found: list[tuple[list[Node], int, int]] = []
+        found: Segments = []
         run, index = node.run, node.index + 1  # continue in the middle of a run, once
-        while pos < end:
-            if run is None or index >= len(run.nodes) or (extras and pos // stride in extras):
-                key = data[pos : pos + stride]
-                if extras:
-                    key += extras.get(pos // stride, b"")
-                child = node.children.get(key) if node.children else None
+        if run is not None and index < len(run.nodes) and not (extras and start in extras):
+            stop = index + self._common(run, index, 0, data, pos, end, extras)
+            if stop > index:
+                found.append((run.nodes, index, stop))
+                pos += (stop - index) * stride
+                node = run.nodes[stop - 1]
+        child = self._child(node, data, pos, end, extras)
+        while child is not None:
+            run = child.run
+            assert run is not None
+            nodes, fork, child = run.nodes, run.fork, None
+            if extras:
+                stop = self._common(run, 0, 1, data, pos, end, extras)
+            elif fork and data.startswith(fork, pos):
+                stop = min(len(fork) // stride, len(nodes))
+                child = self._child(nodes[stop - 1], data, pos + stop * stride, end, None)
                 if child is None:
-                    break
-                run, index, known = child.run, 0, 1
-                assert run is not None
+                    stop = self._common(run, 0, stop, data, pos, end, None)
+            elif data.startswith(run.tokens, pos):
+                stop = len(nodes)
             else:
-                known = 0
-            nodes = run.nodes
-            count = len(nodes)
-            tokens = run.tokens
-            if (
-                index == 0
-                and len(tokens) == count * stride
-                and not extras
-                and data.startswith(tokens, pos)
-            ):
-                stop = count
-            else:
-                stop = index + self._common(run, index, known, data, pos, end, extras)
-                if stop == index:
-                    run = None
-                    continue
-            found.append((nodes, index, stop))
-            pos += (stop - index) * stride
+                stop = self._common(run, 0, 1, data, pos, end, None)
+                run.fork = run.tokens[: stop * stride]
+            found.append((nodes, 0, stop))
+            pos += stop * stride
             node = nodes[stop - 1]
-            run = None
-        return found, (pos - first_byte) // stride, node
+            if child is None:
+                child = self._child(node, data, pos, end, extras)
+        return found, (pos - begin) // stride, node
+
+    def _child(
+        self, node: Node, data: bytes, pos: int, end: int, extras: Mapping[int, bytes] | None
+    ) -> Node | None:
+        """The child of ``node``, other than its successor in the run, that goes on as ``data``."""
+        children = node.children
+        if children is None or pos >= end:
+            return None
+        key = data[pos : pos + self.stride]
+        if extras:
+            key += extras.get(pos // self.stride, b"")
+        return children.get(key)
 
     def _common(
         self,
@@ -185,20 +200,23 @@ class RadixTree:
         end: int,
         extras: Mapping[int, bytes] | None,
     ) -> int:
-        """How many pages of ``run`` from ``index`` on equal ``data`` from ``pos`` on."""
+        """How many pages of ``run`` from ``index`` on equal ``data`` from ``pos`` on, of which
+        ``known`` are known to be."""
         stride, tokens = self.stride, run.tokens
         high = min(len(run.nodes) - index, (end - pos) // stride)
         if extras:  # a page with a span is a run of its own: stop before the next
             page = pos // stride
             high = min([high, *(e - page for e in extras if e > page)])
         low, base = known, index * stride
+        mid = low + 1  # most often it is the very next page that differs
         while low < high:
-            mid = (low + high + 1) // 2
-            a, b = low * stride, mid * stride
-            if data[pos + a : pos + b] == tokens[base + a : base + b]:
+            if data.startswith(
+                tokens[base + low * stride : base + mid * stride], pos + low * stride
+            ):
                 low = mid
             else:
                 high = mid - 1
+            mid = (low + high + 1) // 2
         return low
 
     def iterate(self, node: Node) -> Iterator[Node]:
@@ -266,6 +284,12 @@ class RadixTree:
         run = node.run
         assert run is not None and run.nodes[-1] is node and not node.children, "I7"
         run.nodes.pop()
+        node.run = None
+        self.num_nodes -= 1
+        self.shrunk(run)
+
+    def shrunk(self, run: Run) -> None:
+        """Tidy up a run that has lost its last nodes."""
         if not run.nodes:
             siblings = run.parent.children
             assert siblings is not None
@@ -274,8 +298,6 @@ class RadixTree:
                 run.parent.children = None
         elif len(run.tokens) > 2 * len(run.nodes) * self.stride:
             run.tokens = run.tokens[: len(run.nodes) * self.stride]
-        node.run = None
-        self.num_nodes -= 1
 
     def remove_subtree(self, node: Node) -> list[Node]:
         """Take a node and everything below it out of the tree; children before parents."""

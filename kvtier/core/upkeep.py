@@ -62,7 +62,7 @@ class Upkeep:
                 res.kill(node)
         self._clear_rows(identity)
         if identity is None:
-            res.ghosts.clear()
+            res.forget_ghosts()
 
     def _clear_rows(self, identity: Identity | None) -> None:
         res = self.residency

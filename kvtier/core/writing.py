@@ -207,19 +207,21 @@ class Writing:
     def _adopt(self, rec: LeaseRecord, i: int, node: Node) -> None:
         """The tree takes a lease's page, unless it has one of its own already (D7)."""
         res = self.residency
-        assert node.parent is not None
         there = node.copies[GPU]
+        if there is None and res.best(node) is None:  # nobody has had this page before
+            if res.seen_before(node.page(res.tree.stride)):
+                node.hits += 1
+            self.lifetimes.born(node, rec)
+        else:
+            self.lifetimes.extend((node,), rec)
         if there is not None and there.ready:
             return
-        if there is not None:  # being restored: what the lease has is as good, and here
-            res.supersede(there, (rec.frames[i],))
-        else:
-            if res.seen_before(node.depth, node.page(res.tree.stride)):
-                node.hits += 1
+        if there is None:
             res.attach(node, GPU, (rec.frames[i],))
+        else:  # being restored: what the lease has is as good, and here
+            res.supersede(there, (rec.frames[i],))
         self.operations.private.adopt(rec.frames[i])
         rec.owned[i] = False
-        self.lifetimes.extend(node, rec)
 
     def _free_windows(self, rec: LeaseRecord) -> None:
         """Window pages that no later query reads go back (by committed tokens, never scheduled)."""
