@@ -261,7 +261,8 @@ class RadixTree:
             and len(run.head) == stride
             and len(run.tokens) <= _RUN_BYTES
         ):
-            run.tokens = run.tokens[: len(run.nodes) * stride] + tokens
+            kept = len(run.nodes) * stride  # what eviction has left of it
+            run.tokens, run.fork = run.tokens[:kept] + tokens, run.fork[:kept]
         else:
             head = tokens[:stride] + extra
             run = Run(parent, head, tokens)
