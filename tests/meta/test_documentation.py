@@ -21,7 +21,11 @@ def blocks(path: Path) -> list[tuple[str, str, int]]:
 
 DOCUMENTS = [
     path
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for path in [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "adapters").rglob("*.md")),
+    ]
     if path.exists() and blocks(path)
 ]
 
