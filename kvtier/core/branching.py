@@ -93,14 +93,16 @@ class Branching:
         self, rec: LeaseRecord, label: str = "", opened_at: str = ""
     ) -> tuple[LeaseRecord, list[Op]]:
         """A second lease on the same tokens: full pages shared, the partial one and the tail
-        copied.  Raises OutOfPages, having changed nothing."""
+        copied, and so are full pages that each of the two has yet to publish (of a span that is
+        not committed to its end).  Raises OutOfPages, having changed nothing."""
         rec.check_active()
         page, private = self.geometry.page_tokens, self.operations.private
-        full, part = divmod(rec.length, page)
+        full = len(rec.nodes) if rec.write else rec.length // page
+        copied = range(full, -(-rec.length // page))
         if not self.tables.free:
             raise OutOfPages(1, 0, f"leases (max_leases={self.geometry.max_leases})")
-        if part and self.residency.room(GPU, 1):
-            raise OutOfPages(1, 0)
+        if missing := self.residency.room(GPU, len(copied)):
+            raise OutOfPages(len(copied), len(copied) - missing)
         tail = None
         if rec.tail is not None:
             tail = self.tails.take(range(0))
@@ -141,11 +143,10 @@ class Branching:
             if own:
                 private.hold(frame)
         ops: list[Op] = []
-        if part:
-            (frame,) = private.take(1)
-            source = rec.frames[full]
-            copy = Part(Kind.HISTORY, Tier.GPU, (source,), Tier.GPU, (frame,))
-            ops.append(self.operations.in_order(OpKind.COPY, copy, part))
+        for i, frame in zip(copied, private.take(len(copied)), strict=True):
+            copy = Part(Kind.HISTORY, Tier.GPU, (rec.frames[i],), Tier.GPU, (frame,))
+            valid = min(page, rec.length - i * page)
+            ops.append(self.operations.in_order(OpKind.COPY, copy, valid))
             kid.frames.append(frame)
             kid.owned.append(True)
         if tail is not None:

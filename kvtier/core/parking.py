@@ -137,16 +137,18 @@ class Parking:
     def _resume_shorter(self, rec: LeaseRecord) -> list[Op]:
         parked = rec.parked
         assert parked is not None
-        path = parked.nodes
-        rec.limit, rec.length = len(path), 0
+        path, before = parked.nodes, (rec.limit, rec.prompt, rec.tokens)
+        rec.limit, rec.length, rec.parked = len(path), 0, None
         rec.prompt = TokenBuffer(bytes(rec.tokens[: 4 * parked.length]))
-        self.residency.pin(path)
-        self.drop(rec)
         rec.tokens = bytearray()
         try:
-            return self.restore.bring_up(rec, path)
-        finally:
-            self.residency.unpin(path)
+            ops = self.restore.bring_up(rec, path)
+        except OutOfPages:
+            rec.length, rec.parked = parked.length, parked
+            rec.limit, rec.prompt, rec.tokens = before
+            raise
+        self._give_back(parked)
+        return ops
 
     # ------------------------------------------------------------------ settling
     def settle(self, rec: LeaseRecord) -> list[Op]:
@@ -179,8 +181,10 @@ class Parking:
     def drop(self, rec: LeaseRecord) -> None:
         """Give back what a lease has parked; frames still in use return when that ends."""
         parked, rec.parked = rec.parked, None
-        if parked is None:
-            return
+        if parked is not None:
+            self._give_back(parked)
+
+    def _give_back(self, parked: Parked) -> None:
         res = self.residency
         for copy in parked.copies:
             del res.parked[copy]

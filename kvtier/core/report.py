@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.core.keys import check_spans, checkpoint_key, page_extras, page_key
 from kvtier.core.ops import OpKind
-from kvtier.core.residency import CHECKPOINT, CPU, GPU, TIERS
+from kvtier.core.residency import CHECKPOINT, GPU, TIERS
 from kvtier.core.restore import inside_span
 from kvtier.core.tree import Node
 from kvtier.tokens import TokenBuffer
@@ -137,9 +137,7 @@ def _tier(core: "CacheCore", tier: Tier) -> TierStats:
         pool = res.pools[int(tier)]
         capacity, free = pool.size, pool.free
         in_flight += sum(
-            len(c.frames)
-            for c in res.orphans
-            if c.slot in (int(tier), CPU + CHECKPOINT * (tier > 0))
+            len(c.frames) for c in res.orphans if c.tier == tier and c.slot != GPU + CHECKPOINT
         )
         reserved = capacity - free - resident - in_flight
     return TierStats(
