@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.core.ops import OpKind
 from kvtier.core.residency import CHECKPOINT, CPU, DISK, GPU, Copy
-from kvtier.core.tree import Node
+from kvtier.core.tree import NEVER, Node
 from kvtier.errors import InvariantError
 from kvtier.types import LeaseState
 
@@ -90,7 +90,8 @@ def _nodes(core: "CacheCore", nodes: list[Node], pins: Counter[Node], errors: li
             errors.append(f"I9: node {n.depth} has no READY copy")
         kept = n.copies[GPU] or n.copies[CPU] or n.offspring() or n.pins or n.keeps
         disk = n.copies[DISK]
-        if not kept and not (disk is not None and (disk.readers or disk.writer)):
+        busy = disk is not None and (disk.readers or disk.writer or n.expires < NEVER)
+        if not kept and not busy:
             errors.append(f"I7: node {n.depth} is kept for nothing")
         for tier in (GPU, CPU, DISK):
             kids = sum(k.copies[tier] is not None for k in n.offspring())

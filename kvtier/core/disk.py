@@ -36,7 +36,8 @@ class DiskTable:
         self._root_index: dict[bytes, int] = {}
         self._free: list[int] = []
         self._next = 0
-        self._victims: deque[int] = deque()
+        self._victims: deque[tuple[int, int]] = deque()
+        """Candidates: (row, its tick when it was found to be one), oldest first."""
         self._size = 0
         self._keys = bytearray()
         self.parent, self.kids, self.depth, self.root = (_none(np.int32) for _ in range(4))
@@ -142,6 +143,10 @@ class DiskTable:
     def key(self, row: int) -> bytes:
         return bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
 
+    def is_checkpoint(self, row: int) -> bool:
+        parent = self.parent[row]
+        return bool(parent >= 0 and self.depth[parent] == self.depth[row])
+
     def all_rows(self) -> npt.NDArray[np.int64]:
         return np.flatnonzero(self.live[: self._next])
 
@@ -185,10 +190,17 @@ class DiskTable:
         return row
 
     def _intern(self, root_key: bytes) -> int:
-        if root_key not in self._root_index:
-            self._root_index = {**self._root_index, root_key: len(self.root_keys)}
-            self.root_keys = [*self.root_keys, root_key]
-        return self._root_index[root_key]
+        """The number of an identity; those without rows are forgotten now and then."""
+        number = self._root_index.get(root_key)
+        if number is None:
+            if len(self.root_keys) > 2 * self.rows + 64:
+                rows = self.all_rows()
+                used, self.root[rows] = np.unique(self.root[rows], return_inverse=True)
+                self.root_keys = [self.root_keys[i] for i in used]
+                self._root_index = {k: i for i, k in enumerate(self.root_keys)}
+            number = self._root_index[root_key] = len(self.root_keys)
+            self.root_keys.append(root_key)
+        return number
 
     def remove(self, row: int, *, quarantine: bool = False) -> bytes:
         """Forget a row; returns its key.  Its frames stay counted if quarantined."""
@@ -236,23 +248,21 @@ class DiskTable:
         need = frames - self.free
         out: list[int] = []
         taken: dict[int, int] = {}
-        scanned = False
-        spare: list[int] = []
+        scanned_at = -1
         while need > 0:
             if not self._victims:
-                if scanned:
-                    self._victims.extend(spare)
+                if scanned_at == len(out):
+                    self._victims.extend((r, int(self.tick[r])) for r in out)
                     return None
                 self._scan(set(out))
-                scanned = True
+                scanned_at = len(out)
                 continue
-            row = self._victims.popleft()
-            if row in taken and taken[row] < 0:
-                continue
-            limit = int(self.tick[self._victims[0]]) if self._victims else None
+            row, tick = self._victims.popleft()
+            if taken.get(row, 0) < 0 or self.tick[row] != tick:
+                continue  # taken, or used since it was queued
+            limit = self._victims[0][1] if self._victims else None
             while row >= 0 and self._idle(row, taken):
                 out.append(row)
-                spare.append(row)
                 taken[row] = -1 - self.kids[row]
                 need -= int(self.frames[row])
                 parent = int(self.parent[row])
@@ -283,7 +293,8 @@ class DiskTable:
         if len(leaves) > batch:
             leaves = leaves[np.argpartition(self.tick[leaves], batch)[:batch]]
         order = np.lexsort((-self.depth[leaves], self.tick[leaves]))
-        self._victims.extend(int(r) for r in leaves[order])
+        leaves = leaves[order]
+        self._victims.extend(zip(leaves.tolist(), self.tick[leaves].tolist(), strict=True))
 
     # ------------------------------------------------------------------ checking
     def errors(self) -> Iterator[str]:

@@ -73,12 +73,15 @@ class EvictionOrder:
     is looked at again when it comes to the top.
     """
 
-    __slots__ = ("_evictable", "_heap", "_policy", "_seq")
+    __slots__ = ("_evictable", "_heap", "_limit", "_policy", "_seq")
 
-    def __init__(self, policy: EvictionPolicy, evictable: "Callable[[Copy], bool]") -> None:
+    def __init__(
+        self, policy: EvictionPolicy, evictable: "Callable[[Copy], bool]", size: int
+    ) -> None:
         self._policy = policy
         self._evictable = evictable
         self._heap: list[Entry] = []
+        self._limit = 2 * size + 64
         self._seq = 0
 
     def __len__(self) -> int:
@@ -98,6 +101,8 @@ class EvictionOrder:
         if not copy.queued:
             copy.queued = True
             heappush(self._heap, self.entry(copy))
+            if len(self._heap) > self._limit:
+                self._compact()
 
     def top(self) -> Entry | None:
         """The best candidate, left where it is; None if there is none."""
@@ -122,15 +127,10 @@ class EvictionOrder:
         copy.queued = False
         return copy
 
-    def compact(self, live: int) -> None:
-        """Forget entries of copies that are gone once they outnumber the ``live`` ones."""
-        if len(self._heap) > 2 * live + 64:
-            keep = [e for e in self._heap if e[3].node is not None]
-            for e in self._heap:
-                if e[3].node is None:
-                    e[3].queued = False
-            heapify(keep)
-            self._heap = keep
+    def _compact(self) -> None:
+        """Forget entries of copies that are gone: at least half, a pool has no more copies."""
+        self._heap = [e for e in self._heap if e[3].node is not None]
+        heapify(self._heap)
 
     def extend(self, copies: "Iterable[Copy]") -> None:
         for copy in copies:

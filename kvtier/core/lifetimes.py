@@ -1,7 +1,7 @@
 """How long pages live and how much they matter: the most that any lease has asked for."""
 
 from collections.abc import Iterable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from kvtier.core.leases import NEVER, LeaseRecord
 from kvtier.core.residency import Residency
@@ -43,6 +43,11 @@ class Lifetimes:
         if expires < NEVER:
             self._count += 1
             heappush(self._expiring, (expires, self._count, node))
+            if len(self._expiring) > 2 * self.residency.tree.num_nodes + 64:
+                self._expiring = [
+                    e for e in self._expiring if e[2].run is not None and e[2].expires == e[0]
+                ]
+                heapify(self._expiring)
 
     def expire(self, now: float) -> None:
         """Drop pages whose time to live has passed and that nobody holds."""

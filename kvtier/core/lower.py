@@ -105,6 +105,19 @@ class Lower:
         ops = self.operations.drop_op()
         return [*ops, self.operations.start(op_id, OpKind.STORE, moves)] if moves else ops
 
+    def waiting_below(self, nodes: Sequence[Node]) -> list[Node]:
+        """Descendants that arrived on the host before these did: they could not go on then."""
+        out: list[Node] = []
+        stack, known = list(nodes) if self.stores else [], set(nodes)
+        while stack:
+            for kid in stack.pop().offspring():
+                copy = kid.copies[CPU]
+                ready = copy is not None and copy.ready and kid.copies[DISK] is None
+                if ready and kid not in known:
+                    out.append(kid)
+                    stack.append(kid)
+        return out
+
     def _chain(self, node: Node) -> list[Node]:
         """The node and its ancestors that are not on disk yet, root first."""
         out: list[Node] = []

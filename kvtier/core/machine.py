@@ -392,7 +392,7 @@ class CacheCore:
                 if c.slot % 3 == CPU and c.node is not None
             ]
             if run.op.kind is OpKind.PACK and arrived:
-                ops += self.lower.store(arrived)
+                ops += self.lower.store([*arrived, *self.lower.waiting_below(arrived)])
         return ops + self._drops()
 
     def _drops(self) -> list[Op]:

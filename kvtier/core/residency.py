@@ -23,7 +23,7 @@ from kvtier.core.frames import FramePool
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import chain_root, checkpoint_key, page_key
 from kvtier.core.ops import Kind
-from kvtier.core.tree import Node, RadixTree
+from kvtier.core.tree import NEVER, Node, RadixTree
 from kvtier.types import Identity, Tier
 
 __all__ = ["CHECKPOINT", "CPU", "DISK", "GPU", "Copy", "Residency"]
@@ -81,7 +81,9 @@ class Residency:
             GPU + CHECKPOINT: FramePool(geometry.gpu_checkpoints),
         }
         self.pools[CPU + CHECKPOINT] = self.pools[CPU]  # history and tails share one budget
-        self.orders = {s: EvictionOrder(self.policy, self.evictable) for s in (GPU, CPU, 3)}
+        self.orders = {
+            s: EvictionOrder(self.policy, self.evictable, self.pools[s].size) for s in (GPU, CPU, 3)
+        }
         self.orders[CPU + CHECKPOINT] = self.orders[CPU]
         self.disk = disk
         self.disk_nodes: dict[int, Node] = {}
@@ -156,7 +158,9 @@ class Residency:
     def _ready(self, copy: Copy) -> None:
         copy.ready = True
         if self.events is not None and copy.slot < CHECKPOINT:
-            self._event("stored", copy)
+            assert copy.node is not None
+            if copy.node.run is not None:  # what arrives too late is nobody's news
+                self._event("stored", self.digest(copy.node), copy.tier)
         self.offer(copy)
         self._offer_above(copy.node, copy.slot)
 
@@ -186,7 +190,7 @@ class Residency:
     def _unlink(self, copy: Copy, node: Node) -> None:
         slot = copy.slot
         if self.events is not None and slot < CHECKPOINT and copy.ready:
-            self._event("removed", copy)
+            self._event("removed", self.digest(node), copy.tier)
         node.copies[slot] = None
         copy.node = None
         if slot < CHECKPOINT:
@@ -211,10 +215,17 @@ class Residency:
             self.disk_nodes.pop(row, None)
         self.disk.busy[row] = 0
         for below in self.disk.below(row) if self.disk.kids[row] else ():
-            self.drops.append(self.disk.remove(below))
+            self.drop_row(below)
         bad = row in self.quarantine
         self.quarantine.discard(row)
         self.drops.append(self.disk.remove(row, quarantine=bad))
+
+    def drop_row(self, row: int) -> None:
+        """Forget a row whose page has no node."""
+        assert self.disk is not None
+        if self.events is not None and not self.disk.is_checkpoint(row):
+            self._event("removed", self.disk.key(row), DISK)
+        self.drops.append(self.disk.remove(row))
 
     def lose(self, copy: Copy) -> None:
         """A copy turned out bad or was never made: whatever needs it in its tier goes too."""
@@ -303,6 +314,8 @@ class Residency:
                 return
             on_disk = copies[DISK]
             if on_disk is not None:
+                if node.expires < NEVER:
+                    return  # rows know no time to live
                 tail = copies[DISK + CHECKPOINT]
                 if on_disk.readers or on_disk.writer or (tail and (tail.readers or tail.writer)):
                     return
@@ -330,6 +343,9 @@ class Residency:
         """Nobody may match this page, or anything below it, again.  Device pages that leases
         still pin stay theirs until unpinned."""
         parent = node.parent
+        if self.events is not None:
+            for n in (node, *self.tree.iterate(node)):
+                self.digest(n)  # its key cannot be computed once it has left the tree
         for n in self.tree.remove_subtree(node):
             for slot in (5, 4, 3, DISK, CPU, GPU):
                 copy = n.copies[slot]
@@ -338,6 +354,8 @@ class Residency:
                 if slot == GPU and n.pins:
                     assert n.parent is not None
                     n.parent.kids[GPU] -= 1  # a dead node's page is nobody's child
+                    if self.events is not None and copy.ready:
+                        self._event("removed", n.digest, GPU)
                     continue
                 self._unlink(copy, n)
         if parent is not None and parent.depth and parent.run is not None:
@@ -629,7 +647,7 @@ class Residency:
             node = self.disk_nodes.get(row)
             if node is None:
                 self._drop_tail_copy(row)
-                self.drops.append(disk.remove(row))
+                self.drop_row(row)
             else:
                 copy = node.copies[DISK]
                 assert copy is not None
@@ -647,11 +665,11 @@ class Residency:
                 tail.node = None
 
     # ------------------------------------------------------------------ events and checks
-    def _event(self, what: str, copy: Copy) -> None:
-        assert self.events is not None and copy.node is not None
+    def _event(self, what: str, key: bytes, tier: int) -> None:
+        assert self.events is not None
         if self.events.maxlen is not None and len(self.events) == self.events.maxlen:
             self.events_dropped += 1
-        self.events.append((what, self.digest(copy.node), TIERS[copy.tier]))
+        self.events.append((what, key, TIERS[tier]))
 
     def nodes(self) -> Iterator[Node]:
         for root in self.tree.roots.values():

@@ -70,7 +70,7 @@ class Upkeep:
             return
         root = None if identity is None else res.root_key(identity)
         for row in res.disk.rows_of(root):
-            res.drops.append(res.disk.remove(int(row)))
+            res.drop_row(int(row))
 
     def _clear_tier(self, identity: Identity | None, tier: int) -> None:
         res = self.residency
