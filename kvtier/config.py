@@ -1,4 +1,4 @@
-"""``CacheConfig``: sizes, paths and policies, checked once, here.  Nothing reads the environment."""
+"""``CacheConfig``: sizes, paths and policies, checked once, here.  No environment variables."""
 
 import re
 from collections.abc import Mapping
@@ -92,7 +92,7 @@ class EvictionPolicy(Protocol):
         ``hits`` how often it was found again."""
 
     def admit(self, hits: int, *, full: bool) -> bool:
-        """Whether a page found again ``hits`` times may enter the tier, which is ``full`` or not."""
+        """Whether a page found again ``hits`` times may enter the tier, ``full`` or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

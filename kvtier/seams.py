@@ -35,8 +35,8 @@ class Transfer(Protocol):
         ``done(n, error)`` is called exactly once, with the number of leading parts that were
         delivered.  COPY and CLEAR take effect in the order of ``start`` calls, before anything
         the caller queues on its compute stream afterwards and before any later operation touches
-        their frames: these may already belong to somebody else when ``done`` comes.  Callbacks may come from any thread
-        and from within ``start``.
+        their frames: these may already belong to somebody else when ``done`` comes.  Callbacks
+        may come from any thread and from within ``start``.
         """
 
     def close(self) -> None:
