@@ -123,7 +123,10 @@ class Pump:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self._leave()
+        if self._core.settled or self._planned or self._outcomes or self._inbox:
+            self._leave()
+        else:
+            self._lock.release()
 
     # -- inside a block
 

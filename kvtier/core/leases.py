@@ -70,7 +70,7 @@ class Parked:
         return [*self.pages.values(), *([self.tail] if self.tail is not None else [])]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class LeaseRecord:
     id: int
     row: int
@@ -110,6 +110,9 @@ class LeaseRecord:
     counted: bool = False
     restored: dict[Tier, int] = field(default_factory=dict)
     origins: dict[Node, Tier] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<lease {self.id} {self.label!r}: {self.state.value}, {self.length} tokens>"
 
     def check_active(self) -> None:
         """Raises LeaseReleased or LeaseNotReady unless the lease is ACTIVE."""

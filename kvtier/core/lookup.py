@@ -12,39 +12,42 @@ from kvtier.types import Identity, PrefixMatch, Span
 __all__ = ["match"]
 
 _NOTHING = PrefixMatch(0, 0, 0, 0, 0, 0)
-Segments = list[tuple[list[Node], int, int]]
+_new = tuple.__new__  # half the time of calling the class, on the path that is asked most
 
 
 def match(
     res: Residency, tokens: TokenBuffer, identity: Identity, spans: Sequence[Span]
 ) -> PrefixMatch:
     """What a lease opened now would find.  Reads only: no pin, no recency change."""
-    page = res.geometry.page_tokens
-    data = tokens.data
-    limit = (len(data) // 4 - 1) // page
+    geometry, tree, data = res.geometry, res.tree, tokens.data
+    page = geometry.page_tokens
+    limit = ((len(data) >> 2) - 1) // page
     extras: dict[int, bytes] = {}
     if spans:
         spans = check_spans(spans, len(tokens))
         extras = page_extras(spans, page)
-    root = res.tree.roots.get(identity)
+    root = tree.find_root(identity)
     if root is None:
         if res.disk is None or not res.disk.rows or limit < 1:
             return _NOTHING
         root = res.root(identity)
-    segments, known, last = res.tree.walk(root, data, extras or None)
-    deeper = 0
+    last = tree.walk(root, data, extras)
+    known = history = last.depth
+    if known >= limit > 0 and last.copies[GPU] and not (spans or geometry.has_tails):
+        tokens_found = limit * page  # all on the device
+        return _new(PrefixMatch, (tokens_found, known * page, tokens_found, 0, 0, 0))
     if known < limit and res.disk is not None:
-        deeper = _disk_pages(res, last, data, extras, known, limit)
-    usable = min(known + deeper, limit)
-    if usable < 1:
-        return _NOTHING
+        history += _disk_pages(res, last, data, extras, known, limit)
+    usable = min(history, limit)
     if spans or res.geometry.has_tails:
-        usable = _resumable(res, segments, known, deeper, usable, data, extras, spans)
-    on_gpu = _leading(segments, GPU, usable)
-    on_cpu = max(_leading(segments, CPU, usable), on_gpu) if on_gpu < usable else on_gpu
+        usable = _resumable(res, last, history, usable, data, extras, spans)
+    if usable < 1:
+        return _NOTHING if not history else PrefixMatch(0, history * page, 0, 0, 0, 0)
+    on_gpu = min(_in_tier(last, GPU), usable)
+    on_cpu = on_gpu if on_gpu == usable else max(on_gpu, min(_in_tier(last, CPU), usable))
     return PrefixMatch(
         usable * page,
-        (known + deeper) * page,
+        history * page,
         on_gpu * page,
         (on_cpu - on_gpu) * page,
         (usable - on_cpu) * page,
@@ -54,70 +57,55 @@ def match(
 
 def _resumable(
     res: Residency,
-    segments: Segments,
-    known: int,
-    deeper: int,
+    last: Node,
+    history: int,
     usable: int,
     data: bytes,
-    extras: dict[int, bytes],
+    extras: Mapping[int, bytes],
     spans: Sequence[Span],
 ) -> int:
-    """The slow part of ``match``: boundaries that spans or missing checkpoints rule out."""
+    """The deepest of ``usable`` page ends that no span and no missing checkpoint rules out."""
     page = res.geometry.page_tokens
-    nodes = [n for run, first, stop in segments for n in run[first:stop]]
-    tails = _disk_checkpoints(res, nodes, data, extras, deeper)
+    nodes = res.tree.path(last)
+    tails: list[bool] = []
+    if res.geometry.has_tails:
+        tails = [res.best(n, CHECKPOINT) is not None for n in nodes]
+        tails += _disk_checkpoints(res, last, data, extras, history - len(nodes))
     while usable:
-        node = nodes[usable - 1] if usable <= len(nodes) else None
-        resumable = not res.geometry.has_tails or (
-            res.best(node, CHECKPOINT) is not None
-            if node is not None
-            else tails[usable - 1 - known]
-        )
-        if resumable and not (spans and inside_span(usable * page, spans)):
+        if (not tails or tails[usable - 1]) and not inside_span(usable * page, spans):
             break
         usable -= 1
     return usable
 
 
-def _leading(segments: Segments, slot: int, limit: int) -> int:
-    """How many leading pages of a path have a copy in a tier.  Tiers are prefix-closed, so the
-    last page of a segment answers for all, and otherwise a bisection does."""
-    count = 0
-    for nodes, first, stop in segments:
-        stop = min(stop, first + limit - count)
-        if stop <= first:
-            break
-        if nodes[stop - 1].copies[slot] is not None:
-            count += stop - first
+def _in_tier(node: Node, slot: int) -> int:
+    """How many pages of the path to ``node`` have a copy in a tier.  Tiers are prefix-closed: a
+    page with a copy answers for all above it, and within a run a bisection finds the last."""
+    while node.depth and node.copies[slot] is None:
+        run = node.run
+        assert run is not None
+        if run.nodes[0].copies[slot] is None:
+            node = run.parent
             continue
-        low, high = first, stop - 1
-        while low < high:
+        low, high = 0, node.index
+        while high - low > 1:
             mid = (low + high) // 2
-            if nodes[mid].copies[slot] is not None:
-                low = mid + 1
-            else:
+            if run.nodes[mid].copies[slot] is None:
                 high = mid
-        return count + low - first
-    return count
+            else:
+                low = mid
+        node = run.nodes[low]
+    return node.depth
 
 
 def _disk_checkpoints(
-    residency: Residency,
-    nodes: Sequence[Node],
-    data: bytes,
-    extras: Mapping[int, bytes],
-    count: int,
+    res: Residency, last: Node, data: bytes, extras: Mapping[int, bytes], count: int
 ) -> list[bool]:
-    """For ``count`` pages behind ``nodes`` that are only on disk: whether each has a checkpoint."""
-    if not count or residency.disk is None:
-        return []
-    stride = residency.tree.stride
-    root = next(iter(residency.tree.roots.values())) if not nodes else None
-    key = residency.digest(nodes[-1]) if nodes else (root.digest if root is not None else b"")
-    out = []
-    for page in range(len(nodes), len(nodes) + count):
+    """For ``count`` pages behind ``last`` that are only on disk: whether each has a checkpoint."""
+    stride, key, out = res.tree.stride, res.digest(last) if count else b"", []
+    for page in range(last.depth, last.depth + count):
         key = page_key(key, data[page * stride : (page + 1) * stride], extras.get(page, b""))
-        out.append(residency.disk.find(checkpoint_key(key)) >= 0)
+        out.append(res.disk is not None and res.disk.find(checkpoint_key(key)) >= 0)
     return out
 
 

@@ -41,9 +41,8 @@ def explain(
     spans = check_spans(spans, len(tokens)) if spans else ()
     extras = page_extras(spans, page) if spans else {}
     stride, data = page * 4, tokens.data
-    root = res.root(identity)
-    segments, _, _ = res.tree.walk(root, data, extras or None)
-    nodes = [n for run, first, stop in segments for n in run[first:stop]]
+    root = res.tree.roots.get(identity) or res.new_root(identity)
+    nodes = res.tree.path(res.tree.walk(root, data, extras or None))
     key, known = root.digest, True
     out: list[PageReport] = []
     for i in range(len(data) // stride):
@@ -87,7 +86,7 @@ def _elsewhere(
     """Whether another identity has these pages in memory."""
     pages = len(data) // (core.geometry.page_tokens * 4)
     return any(
-        core.residency.tree.walk(root, data, extras or None)[1] == pages
+        core.residency.tree.walk(root, data, extras or None).depth == pages
         for who, root in core.residency.tree.roots.items()
         if who != identity
     )

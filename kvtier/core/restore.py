@@ -52,8 +52,8 @@ class Restore:
         """Nodes of the known prefix, at most ``limit`` pages, giving nodes to pages that are only
         on disk; and how many pages are known in all."""
         res = self.residency
-        segments, known, last = res.tree.walk(root, data, extras or None)
-        nodes = [n for run, first, stop in segments for n in run[first:stop]]
+        last = res.tree.walk(root, data, extras or None)
+        nodes, known = res.tree.path(last), last.depth
         stride = res.tree.stride
         if len(nodes) > limit:
             return nodes[:limit], known

@@ -8,15 +8,15 @@ branch can attach to any node and no node ever moves.
 Knows tokens and structure only: what a node's copies mean is ``residency``'s business.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from kvtier.types import Identity
 
 if TYPE_CHECKING:
     from kvtier.core.residency import Copy
 
-__all__ = ["NEVER", "Node", "RadixTree", "Run", "Segments", "path_to"]
+__all__ = ["NEVER", "Node", "RadixTree", "Run"]
 
 NEVER = float("inf")
 _RUN_BYTES = 1 << 16
@@ -115,21 +115,27 @@ class Node:
         return self.run.head[stride:] if self.index == 0 else b""
 
 
-Segments: TypeAlias = list[tuple[list[Node], int, int]]
-
-
 class RadixTree:
     """All known prefixes, by identity."""
 
-    __slots__ = ("num_nodes", "roots", "stride")
+    __slots__ = ("_last", "num_nodes", "roots", "stride")
 
     def __init__(self, page_tokens: int) -> None:
         self.stride = page_tokens * 4
         self.roots: dict[Identity, Node] = {}
         self.num_nodes = 0
+        self._last: tuple[Identity, Node] | None = None
+
+    def find_root(self, identity: Identity) -> Node | None:
+        """The root of an identity that is known; the last one asked for is at hand."""
+        if (last := self._last) is not None and last[0] is identity:
+            return last[1]
+        if (root := self.roots.get(identity)) is not None:
+            self._last = identity, root
+        return root
 
     def root(self, identity: Identity) -> Node:
-        root = self.roots.get(identity)
+        root = self.find_root(identity)
         if root is None:
             root = self.roots[identity] = Node(None, None, 0, 0)
         return root
@@ -137,33 +143,41 @@ class RadixTree:
     # ------------------------------------------------------------------ reading
     def walk(
         self, node: Node, data: bytes, extras: Mapping[int, bytes] | None = None, start: int = 0
-    ) -> tuple[Segments, int, Node]:
-        """Follow ``data`` (packed tokens) from page ``start`` on, beginning below ``node``.
-
-        Returns segments ``(nodes, first, stop)`` of the path found, the number of pages in it and
-        its last node.  Changes nothing that can be seen.
-        """
+    ) -> Node:
+        """The last known page of ``data`` (packed tokens), from page ``start`` on, below ``node``,
+        which stands before that page.  Changes nothing that can be seen."""
         stride = self.stride
-        begin = pos = start * stride
+        pos = start * stride
         end = len(data) // stride * stride
-        found: Segments = []
-        run, index = node.run, node.index + 1  # continue in the middle of a run, once
-        if run is not None and index < len(run.nodes) and not (extras and start in extras):
-            stop = index + self._common(run, index, 0, data, pos, end, extras)
-            if stop > index:
-                found.append((run.nodes, index, stop))
-                pos += (stop - index) * stride
-                node = run.nodes[stop - 1]
-        child = self._child(node, data, pos, end, extras)
-        while child is not None:
+        if (run := node.run) is not None and not (extras and start in extras):
+            index = node.index + 1
+            more = self._common(run, index, 0, data, pos, end, extras)
+            if more:  # go on in the middle of a run
+                node = run.nodes[index + more - 1]
+                pos += more * stride
+        child = None
+        while pos < end:
+            if child is None:
+                if (children := node.children) is None:
+                    break
+                key = data[pos : pos + stride]
+                if extras:
+                    key += extras.get(pos // stride, b"")
+                child = children.get(key)
+                if child is None:
+                    break
             run = child.run
             assert run is not None
             nodes, fork, child = run.nodes, run.fork, None
             if extras:
                 stop = self._common(run, 0, 1, data, pos, end, extras)
             elif fork and data.startswith(fork, pos):
-                stop = min(len(fork) // stride, len(nodes))
-                child = self._child(nodes[stop - 1], data, pos + stop * stride, end, None)
+                stop = len(fork) // stride
+                if stop > len(nodes):
+                    stop = len(nodes)
+                at = pos + stop * stride
+                if (children := nodes[stop - 1].children) is not None:
+                    child = children.get(data[at : at + stride])
                 if child is None:
                     stop = self._common(run, 0, stop, data, pos, end, None)
             elif data.startswith(run.tokens, pos):
@@ -171,24 +185,21 @@ class RadixTree:
             else:
                 stop = self._common(run, 0, 1, data, pos, end, None)
                 run.fork = run.tokens[: stop * stride]
-            found.append((nodes, 0, stop))
-            pos += stop * stride
             node = nodes[stop - 1]
-            if child is None:
-                child = self._child(node, data, pos, end, extras)
-        return found, (pos - begin) // stride, node
+            pos += stop * stride
+        return node
 
-    def _child(
-        self, node: Node, data: bytes, pos: int, end: int, extras: Mapping[int, bytes] | None
-    ) -> Node | None:
-        """The child of ``node``, other than its successor in the run, that goes on as ``data``."""
-        children = node.children
-        if children is None or pos >= end:
-            return None
-        key = data[pos : pos + self.stride]
-        if extras:
-            key += extras.get(pos // self.stride, b"")
-        return children.get(key)
+    def path(self, node: Node, above: int = 0) -> list[Node]:
+        """The nodes from page ``above`` (0-based) down to ``node``."""
+        runs: list[list[Node]] = []
+        while node.depth > above:
+            run = node.run
+            assert run is not None
+            head = max(0, node.index + 1 - (node.depth - above))
+            runs.append(run.nodes[head : node.index + 1])
+            node = run.parent
+        runs.reverse()
+        return [n for nodes in runs for n in nodes]
 
     def _common(
         self,
@@ -232,10 +243,10 @@ class RadixTree:
         self, node: Node, data: bytes, start: int, extras: Mapping[int, bytes] | None = None
     ) -> list[Node]:
         """The nodes of pages ``start`` .. end of ``data`` below ``node``; makes those missing."""
-        segments, count, node = self.walk(node, data, extras, start)
-        out = [n for nodes, first, stop in segments for n in nodes[first:stop]]
+        node = self.walk(node, data, extras, start)
+        out = self.path(node, start)
         stride = self.stride
-        page, last = start + count, len(data) // stride
+        page, last = node.depth, len(data) // stride
         while page < last:
             stop = page + 1
             if not extras or page not in extras:
@@ -307,14 +318,3 @@ class RadixTree:
         for n in gone:
             self.remove_leaf(n)
         return gone
-
-
-def path_to(node: Node) -> Sequence[Node]:
-    """The nodes from the first page to ``node``."""
-    out: list[Node] = []
-    at: Node | None = node
-    while at is not None and at.depth:
-        out.append(at)
-        at = at.parent
-    out.reverse()
-    return out
