@@ -81,7 +81,10 @@ class Lower:
             source, page = node.copies[GPU + CHECKPOINT], node.copies[CPU]
             if source is None or page is None or node.copies[CPU + CHECKPOINT] is not None:
                 continue
-            if self._make_room(page, frames) < frames:
+            page.readers += 1
+            missing = self.residency.room(CPU, frames)
+            page.readers -= 1
+            if missing:
                 self.dropped += 1
                 continue
             target = self.residency.attach(

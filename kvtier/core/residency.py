@@ -488,10 +488,10 @@ class Residency:
 
     def make_room(self, slot: int, want: int) -> int:
         """Free up to ``want`` frames; returns how many can be taken."""
-        missing = self.room(slot, want)
-        if missing and want - missing > 0:
-            missing += self.room(slot, want - missing)
-        return max(0, want - missing)
+        pool = self.pools[slot]
+        if pool.free < want:
+            self.evict(slot, want - pool.free)
+        return min(want, pool.free)
 
     def evict(self, slot: int, frames: int) -> int:
         """Drop up to ``frames`` frames' worth; returns how many frames were freed."""
