@@ -67,9 +67,10 @@ class DiskTable:
         index = np.full(slots + _OVERFLOW, _EMPTY, dtype=np.int32)  # probing never wraps
         rows = np.flatnonzero(self.live)
         if len(rows):
-            heads = np.frombuffer(self._keys, dtype="<u8")[::2][rows] & np.uint64(self._mask)
-            order = np.argsort(heads, kind="stable")
-            home = heads[order].astype(np.int64)
+            words = np.frombuffer(self._keys, dtype="<u8")[::2][rows]
+            home = (words & np.uint64(self._mask)).astype(np.int32)
+            order = np.argsort(home)
+            home = home[order].astype(np.int64)
             step = np.arange(len(rows))
             index[np.maximum.accumulate(home - step) + step] = rows[order]
         self._index = memoryview(index.data)
@@ -86,22 +87,8 @@ class DiskTable:
         self._next = self.rows = n
         self.used = int(self.frames[:n].sum())
         self._reindex()
-        # Parents by one sorted search on half of the key instead of a million lookups.
-        have = np.frombuffer(keys, dtype="<u8").reshape(n, 2)
-        want = np.frombuffer(
-            np.ascontiguousarray(entries["parent"]).tobytes(), dtype="<u8"
-        ).reshape(n, 2)
-        order = np.argsort(have[:, 0])
-        at = np.searchsorted(have[order, 0], want[:, 0])
-        found = np.zeros(n, dtype=bool)
-        parent = np.full(n, -1, dtype=np.int64)
-        for step in range(4):  # equal halves lie side by side; four of them do not happen
-            row = order[np.minimum(at + step, n - 1)]
-            hit = ~found & (have[row] == want).all(axis=1)
-            parent[hit] = row[hit]
-            found |= hit
-        self.parent[:n] = parent
-        np.add.at(self.kids, parent[found], 1)
+        self.parent[:n] = _find_parents(keys, entries)
+        np.add.at(self.kids, self.parent[:n][self.parent[:n] >= 0], 1)
         self._roots_of_loaded(entries, n)
 
     def _roots_of_loaded(self, entries: npt.NDArray[Any], n: int) -> None:
@@ -313,6 +300,32 @@ class DiskTable:
                 yield f"I6: disk row {r} without its parent"
             if self.find(self.key(int(r))) != r:
                 yield f"disk row {r} is not found by its key"
+
+
+def _find_parents(keys: bytes, entries: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Row of each entry's parent, -1 for none: one sorted search instead of a million lookups."""
+    n = len(entries)
+    parent = np.full(n, -1, dtype=np.int64)
+    todo = np.flatnonzero((entries["depth"] > 1) | (entries["checkpoint"] > 0))
+    have = _halves(keys)
+    order = np.argsort(have[:, 0], kind="stable")  # stores list keys in order: nothing to do then
+    have = have[order]
+    want = _halves(np.ascontiguousarray(entries["parent"][todo]).tobytes())
+    by_want = np.argsort(want[:, 0])  # in order, neighbours are searched for in the same cache line
+    todo, want = todo[by_want], want[by_want]
+    at = np.searchsorted(have[:, 0], want[:, 0])
+    while len(todo):  # equal first halves lie side by side, if that ever happens
+        at = np.minimum(at, n - 1)
+        hit = (have[at] == want).all(axis=1)
+        parent[todo[hit]] = order[at[hit]]
+        more = ~hit & (have[at, 0] == want[:, 0]) & (at < n - 1)
+        todo, want, at = todo[more], want[more], at[more] + 1
+    return parent
+
+
+def _halves(keys: bytes) -> npt.NDArray[np.uint64]:
+    """Keys as pairs of words that sort like the bytes."""
+    return np.frombuffer(keys, dtype=">u8").astype(np.uint64).reshape(-1, 2)
 
 
 def _none(dtype: type[np.integer[Any]]) -> npt.NDArray[Any]:

@@ -113,8 +113,9 @@ class CacheCore:
         self.lookups = 0
         self.lookup_tokens = 0
         if disk is not None:
-            disk_ticks = disk.tick[disk.all_rows()]
-            self.residency.tick = int(disk_ticks.max(initial=0))
+            self.residency.tick = int(disk.tick[disk.all_rows()].max(initial=0))
+            if not read_only_disk and disk.free < 0:  # opened with a smaller limit than before
+                self.residency.disk_room(0)
 
     # ------------------------------------------------------------------ tables for steps
     @property
