@@ -75,6 +75,12 @@ def _nodes(core: "CacheCore", nodes: list[Node], pins: Counter[Node], errors: li
     for rec in core.leases.values():
         if rec.parked is not None:
             keeps.update(rec.parked.nodes)
+    roots = Counter(rec.root for rec in core.leases.values())
+    for who, root in core.residency.tree.roots.items():
+        if root.pins != roots.pop(root, 0):
+            errors.append(f"I2: the root of {who} has {root.pins} pins")
+    if roots:
+        errors.append(f"I7: {len(roots)} leases stand under roots that are gone")
     if len(nodes) != core.residency.tree.num_nodes:
         errors.append(f"I7: {len(nodes)} nodes, {core.residency.tree.num_nodes} counted")
     for n in nodes:

@@ -30,7 +30,7 @@ def match(
     if root is None:
         if res.disk is None or not res.disk.rows or limit < 1:
             return _NOTHING
-        root = res.root(identity)
+        root = res.new_root(identity)
     last = tree.walk(root, data, extras)
     known = history = last.depth
     if known >= limit > 0 and last.copies[GPU] and not (spans or geometry.has_tails):

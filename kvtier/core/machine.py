@@ -199,6 +199,7 @@ class CacheCore:
         for n in reversed(path[len(rec.nodes) :]):
             self.residency.prune(n)
         self.tables.free.pop()
+        root.pins += 1
         self.leases[rec.id] = rec
         self.lookups += 1
         self.lookup_tokens += len(tokens)
@@ -246,6 +247,7 @@ class CacheCore:
         """A second lease on the same tokens: full pages shared, the partial one and the tail
         copied.  Raises OutOfPages, having changed nothing."""
         kid, ops = self.branching.fork(rec, label, opened_at)
+        kid.root.pins += 1
         self.leases[kid.id] = kid
         return kid, ops
 
@@ -274,6 +276,7 @@ class CacheCore:
             self.operations.private.drop(frame)
         rec.spare = []
         rec.origins = {}
+        rec.root.pins -= 1
         rec.state = LeaseState.RELEASED
         self.tables.free.append(rec.row)
         del self.leases[rec.id]

@@ -118,13 +118,14 @@ class Node:
 class RadixTree:
     """All known prefixes, by identity."""
 
-    __slots__ = ("_last", "num_nodes", "roots", "stride")
+    __slots__ = ("_last", "_sweep_at", "num_nodes", "roots", "stride")
 
     def __init__(self, page_tokens: int) -> None:
         self.stride = page_tokens * 4
         self.roots: dict[Identity, Node] = {}
         self.num_nodes = 0
         self._last: tuple[Identity, Node] | None = None
+        self._sweep_at = 64
 
     def find_root(self, identity: Identity) -> Node | None:
         """The root of an identity that is known; the last one asked for is at hand."""
@@ -135,8 +136,12 @@ class RadixTree:
         return root
 
     def root(self, identity: Identity) -> Node:
+        """The root of an identity.  Those without pages and pins are forgotten now and then."""
         root = self.find_root(identity)
         if root is None:
+            if len(self.roots) >= self._sweep_at:
+                self.roots = {who: r for who, r in self.roots.items() if r.children or r.pins}
+                self._sweep_at, self._last = 2 * len(self.roots) + 64, None
             root = self.roots[identity] = Node(None, None, 0, 0)
         return root
 
