@@ -7,7 +7,9 @@ Locks, always taken in this order: the directory's (while somebody opens), a sto
 index may be replaced: exclusive; somebody opens it for reading: shared), a store's writer lock.
 """
 
+import errno
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -30,6 +32,8 @@ __all__ = [
     "store_name",
     "take_writer_lock",
 ]
+
+log = logging.getLogger("kvtier")
 
 _NAME = re.compile(r"((?:[0-9a-f]{2}){4,32})-(\d{1,6})of(\d{1,6})")
 _OURS = ("kvtier.lock", "lost+found")
@@ -176,12 +180,17 @@ def _claim(names: Names) -> int:
             return max(int(about["quota"]), actual)
         except (ValueError, KeyError, TypeError):
             return actual
+    return max(actual, _needs(names))
+
+
+def _needs(names: Names) -> int:
+    """Quota with which a closed store would lose nothing."""
     frame_bytes = described(names).get("frame_bytes", 0)
     if frame_bytes < 1:
-        return actual
+        return 0
     slabs = (name for name in os.listdir(names.directory) if name.startswith("slab-"))
     slots = sum(os.stat(names.file(name)).st_size // slot_bytes(frame_bytes) for name in slabs)
-    return max(actual, _bytes_for(slots, frame_bytes))
+    return _bytes_for(slots, frame_bytes)
 
 
 def _bytes_for(slots: int, frame_bytes: int) -> int:
@@ -193,7 +202,8 @@ def quota_for(names: Names, *, limit_bytes: int, frame_bytes: int, checkpoint_fr
     """This store's part of the directory's limit.  Call with the directory locked.
 
     Ranks of one world have equal parts of what other stores leave; what a sibling already claims
-    beyond its part is respected.  Raises ConfigError when not even a few pages fit.
+    beyond its part is respected; so is what the file system can hold.  Raises ConfigError when not
+    even a few pages fit.
     """
     others = siblings = 0
     for other in names_in(names.root):
@@ -203,10 +213,25 @@ def quota_for(names: Names, *, limit_bytes: int, frame_bytes: int, checkpoint_fr
             siblings += _claim(other)
     shared = limit_bytes - others - _loose_bytes(names.root)
     quota = min(shared // names.world, shared - siblings)
+    room = _room(names)
+    if room < quota:
+        log.warning(
+            "kvtier disk: %s may hold %d bytes, the file system has room for %d",
+            names.directory,
+            quota,
+            room,
+        )
+        quota = room
     each = _bytes_for(1, frame_bytes) - _bytes_for(0, frame_bytes)
     capacity = (quota - _bytes_for(0, frame_bytes)) // each
     least = max(4, checkpoint_frames + 1)
     if capacity < least:
+        if quota == room:
+            raise StoreError(
+                errno.ENOSPC,
+                f"{names.directory}: the file system has room for {room} bytes, at least "
+                f"{_bytes_for(least, frame_bytes)} are needed",
+            )
         raise ConfigError(
             f"disk_bytes={limit_bytes} leaves {max(quota, 0)} bytes to rank {names.rank} of "
             f"{names.world} in {names.root!r} (other stores there hold {others + siblings}); "
@@ -215,6 +240,12 @@ def quota_for(names: Names, *, limit_bytes: int, frame_bytes: int, checkpoint_fr
         )
     map_bytes = -(-(INDEX_BASE + capacity * INDEX_ROW) // 4096) * 4096
     return Quota(quota, min(capacity, 2**32 - 1), map_bytes)
+
+
+def _room(names: Names) -> int:
+    """Bytes that the file system can give to this store, or that it holds already."""
+    found = os.statvfs(names.directory)
+    return max(found.f_bavail * found.f_frsize + directory_bytes(names.directory), _needs(names))
 
 
 def _loose_bytes(root: str) -> int:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from kvtier.errors import ConfigError, StoreError
 from kvtier.seams import ENTRY
 from kvtier.stores import directory
-from kvtier.stores.directory import INDEX_ROW, Names, Quota
+from kvtier.stores.directory import Names, Quota
 from kvtier.stores.files import DIRECTORY_MODE, FileIO, FileLock, read_file, write_file
 from kvtier.stores.index import Index, Rows, newer
 from kvtier.stores.record import FORMAT, QUARANTINED
@@ -66,35 +67,17 @@ def open_writer(io: FileIO, about: About, limit_bytes: int, inspect: Inspect) ->
     """Open for writing, creating or repairing what is needed."""
     names = about.names
     directory.create(names.root)
-    with directory.directory_lock(names.root, create=True):
-        try:
-            os.makedirs(names.directory, DIRECTORY_MODE, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"disk_path {names.root!r} cannot be written: {error}") from error
-        gate = directory.gate(names, shared=False)
-        try:
-            lock = directory.take_writer_lock(names)
-        except BaseException:
-            gate.release()
+    try:
+        gate, lock, quota = _claim(about, limit_bytes)
+    except OSError as error:
+        if isinstance(error, StoreError):
             raise
-        try:
-            _admit(about)
-            quota = directory.quota_for(
-                names,
-                limit_bytes=limit_bytes,
-                frame_bytes=about.frame_bytes,
-                checkpoint_frames=about.checkpoint_frames,
-            )
-            lock.write(json.dumps({"quota": quota.bytes, "capacity": quota.capacity}).encode())
-        except BaseException:
-            lock.release()
-            gate.release()
-            raise
+        raise ConfigError(f"disk_path {names.root!r} cannot be written: {error}") from error
     try:
         return _open_files(io, about, quota, lock, inspect)
     except OSError as error:
         lock.release()
-        if isinstance(error, StoreError | ConfigError):
+        if isinstance(error, StoreError):
             raise
         raise StoreError(error.errno, f"{names.directory} cannot be opened: {error}") from error
     except BaseException:
@@ -102,6 +85,27 @@ def open_writer(io: FileIO, about: About, limit_bytes: int, inspect: Inspect) ->
         raise
     finally:
         gate.release()
+
+
+def _claim(about: About, limit_bytes: int) -> tuple[FileLock, FileLock, Quota]:
+    """The store's gate and writer lock, and its share of the limit, which others see from now."""
+    names = about.names
+    with directory.directory_lock(names.root, create=True), ExitStack() as undo:
+        os.makedirs(names.directory, DIRECTORY_MODE, exist_ok=True)
+        gate = directory.gate(names, shared=False)
+        undo.callback(gate.release)
+        lock = directory.take_writer_lock(names)
+        undo.callback(lock.release)
+        _admit(about)
+        quota = directory.quota_for(
+            names,
+            limit_bytes=limit_bytes,
+            frame_bytes=about.frame_bytes,
+            checkpoint_frames=about.checkpoint_frames,
+        )
+        lock.write(json.dumps({"quota": quota.bytes, "capacity": quota.capacity}).encode())
+        undo.pop_all()
+        return gate, lock, quota
 
 
 def _admit(about: About) -> None:
@@ -130,20 +134,21 @@ def _open_files(io: FileIO, about: About, quota: Quota, lock: FileLock, inspect:
         path = names.file(INDEX)
         length = os.stat(path).st_size if os.path.exists(path) else 0
         index = Index(io, path, max(quota.map_bytes, length), about.id, write=True)
-        capacity = _room(about, quota, slabs, length)
-        slots, entries = _fit(index, capacity)
+        slots, entries = _fit(index, quota.capacity)
         if length > quota.map_bytes:
             index.close()
             index = None
             compact(io, names, about.id, inspect)
             index = Index(io, path, quota.map_bytes, about.id, write=True)
         _reserve_index(io, path, quota.map_bytes)
-        if slabs.allocated > capacity:
-            slabs.cut(capacity)
+        if length == 0:
+            io.sync_directory(names.directory)
+        if slabs.allocated > quota.capacity:
+            slabs.cut(quota.capacity)
         taken = slots.highest() + 1
         if taken or slabs.allocated:
             slabs.mend(max(taken, slabs.allocated))
-        return Opened(lock, index, slabs, slots, entries, capacity)
+        return Opened(lock, index, slabs, slots, entries, quota.capacity)
     except BaseException:
         if index is not None:
             index.close()
@@ -160,27 +165,6 @@ def _reserve_index(io: FileIO, path: str, size: int) -> None:
             io.sync(fd)
     finally:
         os.close(fd)
-
-
-def _room(about: About, quota: Quota, slabs: Slabs, index_bytes: int) -> int:
-    """Slots that the limit allows and the file system can hold."""
-    found = os.statvfs(about.names.directory)
-    free = found.f_bavail * found.f_frsize - max(quota.map_bytes - index_bytes, 0)
-    fits = slabs.allocated + max(free, 0) // (slabs.slot_bytes + INDEX_ROW)
-    if fits >= quota.capacity:
-        return quota.capacity
-    least = max(4, about.checkpoint_frames + 1)
-    if fits < least:
-        raise StoreError(
-            28, f"{about.names.directory}: the file system has no room for {least} frames"
-        )
-    log.warning(
-        "kvtier disk: %s may hold %d frames, the file system has room for %d",
-        about.names.directory,
-        quota.capacity,
-        fits,
-    )
-    return fits
 
 
 def _fit(index: Index, capacity: int) -> tuple[SlotMap, npt.NDArray[np.void]]:
