@@ -6,10 +6,11 @@ stream order, so the copy is there before the next forward pass writes to either
 
 from collections.abc import Iterator
 
+from kvtier.core.copies import GPU
 from kvtier.core.leases import LeaseRecord, LeaseTables
 from kvtier.core.operations import Operations, TailPools
 from kvtier.core.ops import Kind, Op, OpKind, Part
-from kvtier.core.residency import GPU, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.restore import Restore
 from kvtier.core.writing import Writing
 from kvtier.errors import LeaseError, OutOfPages
@@ -63,7 +64,7 @@ class Branching:
         copy = None if rec.owned[i] else rec.nodes[i].copies[GPU]
         if copy is not None:
             copy.readers += 1
-        missing = self.residency.room(GPU, 1)
+        missing = self.residency.evictor.room(GPU, 1)
         if copy is not None:
             copy.readers -= 1
         if missing:
@@ -101,7 +102,7 @@ class Branching:
         copied = range(full, -(-rec.length // page))
         if not self.tables.free:
             raise OutOfPages(1, 0, f"leases (max_leases={self.geometry.max_leases})")
-        if missing := self.residency.room(GPU, len(copied)):
+        if missing := self.residency.evictor.room(GPU, len(copied)):
             raise OutOfPages(len(copied), len(copied) - missing)
         tail = None
         if rec.tail is not None:

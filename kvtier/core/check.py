@@ -6,8 +6,8 @@ All violations are collected before raising, so that one failure in a log tells 
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, Copy
 from kvtier.core.ops import OpKind
-from kvtier.core.residency import CHECKPOINT, CPU, DISK, GPU, Copy
 from kvtier.core.tree import NEVER, Node
 from kvtier.errors import InvariantError
 from kvtier.types import LeaseState

@@ -13,7 +13,7 @@ from kvtier.config import EvictionPolicy
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvtier.core.residency import Copy
+    from kvtier.core.copies import Copy
 
 __all__ = ["Adaptive", "EvictionOrder", "Lru", "S3Fifo", "policy_for"]
 

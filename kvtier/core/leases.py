@@ -28,7 +28,7 @@ from kvtier.tokens import TokenBuffer
 from kvtier.types import Identity, LeaseState, Span, Tier
 
 if TYPE_CHECKING:
-    from kvtier.core.residency import Copy
+    from kvtier.core.copies import Copy
 
 __all__ = ["NEVER", "LeaseRecord", "LeaseTables", "Parked", "PinRecord", "PrefetchRecord", "Tail"]
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from kvtier.core.copies import CHECKPOINT, CPU, GPU
 from kvtier.core.keys import check_spans, checkpoint_key, page_extras, page_key
-from kvtier.core.residency import CHECKPOINT, CPU, GPU, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.restore import inside_span
 from kvtier.core.tree import Node
 from kvtier.tokens import TokenBuffer

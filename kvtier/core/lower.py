@@ -6,11 +6,12 @@ chain.  What is skipped is counted and offered again when somebody uses the path
 
 from collections.abc import Iterable, Sequence
 
+from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, Copy
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import checkpoint_key
 from kvtier.core.operations import Move, Operations, history_part
 from kvtier.core.ops import Op, OpKind
-from kvtier.core.residency import CHECKPOINT, CPU, DISK, GPU, Copy, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.tree import Node
 
 __all__ = ["Lower"]
@@ -70,7 +71,7 @@ class Lower:
         """Host frames for children of ``guard``, which must not be evicted for them."""
         if guard is not None:
             guard.readers += 1
-        fits = self.residency.make_room(CPU, want)
+        fits = self.residency.evictor.make_room(CPU, want)
         if guard is not None:
             guard.readers -= 1
         return fits
@@ -82,7 +83,7 @@ class Lower:
             if source is None or page is None or node.copies[CPU + CHECKPOINT] is not None:
                 continue
             page.readers += 1
-            missing = self.residency.room(CPU, frames)
+            missing = self.residency.evictor.room(CPU, frames)
             page.readers -= 1
             if missing:
                 self.dropped += 1
@@ -189,9 +190,9 @@ class Lower:
         disk = self.residency.disk
         assert disk is not None
         if parent_row < 0:
-            return self.residency.disk_room(frames)
+            return self.residency.evictor.disk_room(frames)
         disk.busy[parent_row] += 1
-        fits = self.residency.disk_room(frames)
+        fits = self.residency.evictor.disk_room(frames)
         disk.busy[parent_row] -= 1
         return fits
 

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from kvtier.config import Adaptive, CheckpointPolicy, EvictionPolicy
 from kvtier.core import check, lookup, report
 from kvtier.core.branching import Branching
+from kvtier.core.copies import CPU, DISK
 from kvtier.core.disk import DiskTable
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import ANONYMOUS, check_spans, page_extras
@@ -37,7 +38,7 @@ from kvtier.core.lower import Lower
 from kvtier.core.operations import Operations, TailPools
 from kvtier.core.ops import Op, OpKind
 from kvtier.core.parking import Parking
-from kvtier.core.residency import CPU, DISK, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.restore import Restore
 from kvtier.core.tree import Node
 from kvtier.core.upkeep import Upkeep
@@ -115,7 +116,7 @@ class CacheCore:
         if disk is not None:
             self.residency.tick = int(disk.tick[disk.all_rows()].max(initial=0))
             if not read_only_disk and disk.free < 0:  # opened with a smaller limit than before
-                self.residency.disk_room(0)
+                self.residency.evictor.disk_room(0)
 
     # ------------------------------------------------------------------ tables for steps
     @property

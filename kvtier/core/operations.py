@@ -7,10 +7,11 @@ lease: whoever goes away meanwhile leaves these behind, and they return here, ex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvtier.core.copies import CHECKPOINT, CPU, DISK, TIERS, Copy
 from kvtier.core.frames import FramePool
 from kvtier.core.leases import Tail
 from kvtier.core.ops import Kind, Op, OpKind, Part
-from kvtier.core.residency import CHECKPOINT, CPU, DISK, TIERS, Copy, Residency
+from kvtier.core.residency import Residency
 from kvtier.types import Tier
 
 __all__ = ["Move", "Operations", "PrivateFrames", "Running"]

@@ -6,11 +6,12 @@ has (partial page, unpublished pages, live tail) is parked in host frames of its
 
 from collections.abc import Sequence
 
+from kvtier.core.copies import CPU, GPU, Copy
 from kvtier.core.leases import LeaseRecord, Parked
 from kvtier.core.lower import Lower
 from kvtier.core.operations import Move
 from kvtier.core.ops import Kind, Op, OpKind, Part
-from kvtier.core.residency import CPU, GPU, Copy, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.restore import Restore
 from kvtier.errors import OutOfPages
 from kvtier.tokens import TokenBuffer
@@ -52,7 +53,7 @@ class Parking:
         need = len(pages) + (g.parked_frames if tail is not None else 0)
         if not need:
             return None
-        if not g.cpu_frames or res.room(CPU, need):
+        if not g.cpu_frames or res.evictor.room(CPU, need):
             parked.ok = False
             return None
         op_id = self.operations.next_id()
@@ -93,7 +94,7 @@ class Parking:
         missing = [n for n in parked.nodes if n.copies[GPU] is None]
         res.pin(parked.nodes)
         need = len(missing) + len(parked.pages)
-        lacking = res.room(GPU, need)
+        lacking = res.evictor.room(GPU, need)
         if lacking:
             res.unpin(parked.nodes)
             raise OutOfPages(need, need - lacking)

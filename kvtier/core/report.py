@@ -4,9 +4,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvtier.core.copies import CHECKPOINT, GPU, TIERS
 from kvtier.core.keys import check_spans, checkpoint_key, page_extras, page_key
 from kvtier.core.ops import OpKind
-from kvtier.core.residency import CHECKPOINT, GPU, TIERS
 from kvtier.core.restore import inside_span
 from kvtier.core.tree import Node
 from kvtier.tokens import TokenBuffer

@@ -14,51 +14,19 @@ Knows nothing of leases beyond the counts ``pins`` and ``keeps`` on nodes.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from heapq import heappop, heappush
 
 from kvtier.config import EvictionPolicy
+from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, TIERS, Copy
 from kvtier.core.disk import DiskTable
-from kvtier.core.eviction import Entry, EvictionOrder, policy_for
+from kvtier.core.eviction import EvictionOrder, policy_for
+from kvtier.core.evictor import GHOST_BYTES, Evictor
 from kvtier.core.frames import FramePool
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import chain_root, checkpoint_key, page_key
-from kvtier.core.ops import Kind
 from kvtier.core.tree import NEVER, Node, RadixTree
 from kvtier.types import Identity, Tier
 
-__all__ = ["CHECKPOINT", "CPU", "DISK", "GPU", "Copy", "Residency"]
-
-GPU, CPU, DISK = 0, 1, 2  # history slots of Node.copies; a checkpoint's slot is CHECKPOINT higher
-CHECKPOINT = 3
-_GHOST_BYTES = 64
-TIERS = (Tier.GPU, Tier.CPU, Tier.DISK)
-
-
-class Copy:
-    """One kind of one page in one tier."""
-
-    __slots__ = ("expendable", "frames", "node", "queued", "readers", "ready", "slot", "writer")
-
-    def __init__(self, node: Node | None, slot: int, frames: tuple[int, ...], writer: int) -> None:
-        self.node = node
-        """None once it has left the tree; its operations then own the frames."""
-        self.slot = slot
-        self.frames = frames
-        """Frame numbers; on disk the row of the record."""
-        self.writer = writer
-        """The operation that fills it; 0 when READY (I3)."""
-        self.ready = not writer
-        self.readers = 0
-        self.expendable = False
-        self.queued = False
-
-    @property
-    def tier(self) -> int:
-        return self.slot % 3
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.CHECKPOINT if self.slot >= CHECKPOINT else Kind.HISTORY
+__all__ = ["Residency"]
 
 
 class Residency:
@@ -74,6 +42,7 @@ class Residency:
         self.geometry = geometry
         self.chain = chain
         self.tree = RadixTree(geometry.page_tokens)
+        self.evictor = Evictor(self)
         self.policy = policy_for(eviction)
         self.pools = {
             GPU: FramePool(geometry.gpu_pages),
@@ -334,7 +303,7 @@ class Residency:
                 node.parent.kids[DISK] -= 1
                 copies[DISK] = copies[DISK + CHECKPOINT] = None
             else:
-                self._remember([node.page(self.tree.stride)[:_GHOST_BYTES]])
+                self.remember([node.page(self.tree.stride)[:GHOST_BYTES]])
             self.tree.remove_leaf(node)
             assert node.parent is not None
             node = node.parent
@@ -367,7 +336,7 @@ class Residency:
         if parent is not None and parent.depth and parent.run is not None:
             self.prune(parent)
 
-    def _remember(self, ghosts: Sequence[bytes]) -> None:
+    def remember(self, ghosts: Sequence[bytes]) -> None:
         self._ghosts.update(ghosts)
         self._ghost_ring.extend(ghosts)
         while len(self._ghost_ring) > self._ghost_limit:
@@ -375,7 +344,7 @@ class Residency:
 
     def seen_before(self, page: bytes) -> bool:
         """Whether such a page was evicted lately: a hint, from how the page begins."""
-        return page[:_GHOST_BYTES] in self._ghosts
+        return page[:GHOST_BYTES] in self._ghosts
 
     def forget_ghosts(self) -> None:
         self._ghosts.clear()
@@ -470,205 +439,6 @@ class Residency:
             for copy in node.copies[:slot]:
                 if copy is not None:
                     self.offer(copy)
-
-    def room(self, slot: int, need: int) -> int:
-        """Free frames until ``need`` fit.  Returns how many are missing; if not 0, nothing has
-        changed."""
-        pool = self.pools[slot]
-        if pool.free >= need:
-            return 0
-        if need > pool.size:
-            return need - pool.size
-        victims, missing = self._victims(slot, need - pool.free)
-        if missing:
-            self.orders[slot].extend(c for c in victims if self.evictable(c))
-            return missing
-        self._evict(victims)
-        return 0
-
-    def make_room(self, slot: int, want: int) -> int:
-        """Free up to ``want`` frames; returns how many can be taken."""
-        pool = self.pools[slot]
-        if pool.free < want:
-            self.evict(slot, want - pool.free)
-        return min(want, pool.free)
-
-    def evict(self, slot: int, frames: int) -> int:
-        """Drop up to ``frames`` frames' worth; returns how many frames were freed."""
-        victims, _ = self._victims(slot, frames)
-        freed = sum(len(c.frames) for c in victims)
-        self._evict(victims)
-        return freed
-
-    def _evict(self, victims: list[Copy]) -> None:
-        """Drop these copies, children before parents.  The common case, a page without a
-        checkpoint here, is done in place; the rest goes through ``detach``."""
-        above: Node | None = None
-        frames: list[int] = []
-        ghosts: list[bytes] = []
-        gone = 0
-        stride = self.tree.stride
-        slot = victims[0].tier if victims else GPU  # one pool, so one tier
-        self.evictions[slot] += len(victims)
-        for copy in victims:
-            node = copy.node
-            assert node is not None and node.parent is not None
-            if copy.slot != slot or node.copies[slot + CHECKPOINT] or self.events is not None:
-                self.detach(copy)
-                continue
-            if above is not None and above is not node:
-                self._fell_free(above, slot)
-            above = node.parent
-            above.kids[slot] -= 1
-            copies = node.copies
-            copies[slot] = copy.node = None
-            frames.append(copy.frames[0])
-            if copies[GPU] is None and copies[CPU] is None:
-                run = node.run
-                assert run is not None
-                if copies[DISK] is not None or node.pins:
-                    self.prune(node)
-                    continue
-                run.nodes.pop()  # a leaf of its tier without other copies is a leaf of the tree
-                node.run = None
-                gone += 1
-                start = node.index * stride
-                ghosts.append(run.tokens[start : start + _GHOST_BYTES])
-                if above.run is not run:
-                    self.tree.shrunk(run)
-        if gone:
-            self.tree.num_nodes -= gone
-            self._remember(ghosts)
-            if above is not None and above.run is not None:
-                self.tree.shrunk(above.run)
-        if frames:
-            self.pools[slot].give(frames)
-        if above is not None:
-            self._fell_free(above, slot)
-
-    def _fell_free(self, node: Node, slot: int) -> None:
-        """The last child of ``node`` may have left this tier."""
-        if node.kids[slot] == 0 and (copy := node.copies[slot]) is not None:
-            self.offer(copy)
-        if node.depth:
-            self.prune(node)
-
-    def _victims(self, slot: int, need: int) -> tuple[list[Copy], int]:
-        """Copies that free ``need`` frames, children before parents; and what is missing."""
-        order = self.orders[slot]
-        out: list[Copy] = []
-        gone: dict[Copy, int] = {}
-        local: list[Entry] = []
-        while need > 0:
-            top = order.top()
-            if local and (top is None or local[0] < top):
-                copy = heappop(local)[3]
-            elif top is not None:
-                copy = order.pop()
-            else:
-                break
-            while True:
-                out.append(copy)
-                need -= len(copy.frames)
-                if need > 0 and copy.slot < CHECKPOINT:
-                    need -= self._line_above(copy, out, need)
-                    copy = out[-1]
-                up = self._needed_by(copy)
-                if need <= 0 or up is None:
-                    break
-                gone[up] = gone.get(up, 0) + 1
-                if not self._free_after(up, gone[up]):
-                    break
-                entry = order.entry(up)
-                best = order.top()
-                if (best is not None and best < entry) or (local and local[0] < entry):
-                    heappush(local, entry)
-                    break
-                copy = up
-        return out, max(0, need)
-
-    def _line_above(self, copy: Copy, out: list[Copy], need: int) -> int:
-        """Ancestors of a victim that nothing else needs and that rank as it does: taken without
-        asking the order, since nothing can come between."""
-        slot, node = copy.slot, copy.node
-        assert node is not None
-        tick, hits, priority, taken = node.tick, node.hits, node.priority, 0
-        while taken < need:
-            node = node.parent
-            assert node is not None
-            copies = node.copies
-            up = copies[slot]
-            if (
-                up is None
-                or node.tick != tick
-                or node.hits != hits
-                or node.priority != priority
-                or node.kids[slot] != 1
-                or node.pins
-                or node.keeps
-                or up.readers
-                or not up.ready
-                or copies[slot + CHECKPOINT] is not None
-                or (slot == GPU and (below := copies[CPU]) is not None and below.writer)
-            ):
-                break
-            out.append(up)
-            taken += 1
-        return taken
-
-    def _needed_by(self, copy: Copy) -> Copy | None:
-        """The copy in the same pool that this one keeps from being a leaf."""
-        node = copy.node
-        assert node is not None
-        if copy.slot >= CHECKPOINT:
-            return node.copies[copy.slot - CHECKPOINT] if copy.slot == CPU + CHECKPOINT else None
-        assert node.parent is not None
-        return node.parent.copies[copy.slot]
-
-    def _free_after(self, up: Copy, gone: int) -> bool:
-        """Whether ``up`` could leave once ``gone`` of what needs it has left."""
-        node, slot = up.node, up.slot
-        assert node is not None
-        kids, tail = node.kids[slot], node.copies[slot + CHECKPOINT]
-        if kids + (slot == CPU and tail is not None) != gone:
-            return False
-        node.kids[slot] = 0
-        if slot == CPU:
-            node.copies[slot + CHECKPOINT] = None
-        free = self.evictable(up)
-        node.kids[slot], node.copies[slot + CHECKPOINT] = kids, tail
-        return free
-
-    def disk_room(self, frames: int) -> bool:
-        """Free disk frames until ``frames`` fit, or change nothing."""
-        disk = self.disk
-        assert disk is not None
-        if disk.free >= frames:
-            return True
-        victims = disk.victims(frames)
-        if victims is None:
-            return False
-        for row in victims:
-            self.evictions[DISK] += 1
-            node = self.disk_nodes.get(row)
-            if node is None:
-                self._drop_tail_copy(row)
-                self.drop_row(row)
-            else:
-                copy = node.copies[DISK]
-                assert copy is not None
-                self.detach(copy)
-        return True
-
-    def _drop_tail_copy(self, row: int) -> None:
-        """If ``row`` is a checkpoint whose page has a node, unlink its copy."""
-        assert self.disk is not None
-        node = self.disk_nodes.get(int(self.disk.parent[row]))
-        if node is not None:
-            tail = node.copies[DISK + CHECKPOINT]
-            if tail is not None and tail.frames[0] == row:
-                node.copies[DISK + CHECKPOINT] = None
-                tail.node = None
 
     # ------------------------------------------------------------------ events and checks
     def _event(self, what: str, key: bytes, tier: int) -> None:

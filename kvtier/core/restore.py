@@ -7,12 +7,13 @@ or plans again.  Every failure takes away the copy that failed, so planning agai
 
 from collections.abc import Sequence
 
+from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, TIERS, Copy
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import checkpoint_key
 from kvtier.core.leases import LeaseRecord, LeaseTables, PrefetchRecord
 from kvtier.core.operations import Move, Operations, TailPools, history_part
 from kvtier.core.ops import Kind, Op, OpKind, Part
-from kvtier.core.residency import CHECKPOINT, CPU, DISK, GPU, TIERS, Copy, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.tree import Node
 from kvtier.errors import OutOfPages
 from kvtier.types import LeaseState, Span, Tier
@@ -125,7 +126,7 @@ class Restore:
                 held.append(checkpoint)
             for c in held:  # a source must survive the eviction made for its target
                 c.readers += 1
-            lacking = res.room(GPU, len(missing) + spare)
+            lacking = res.evictor.room(GPU, len(missing) + spare)
             tail = None
             if not lacking and self.geometry.has_tails:
                 tail = self.tails.take(self._windows_at(limit))
@@ -214,7 +215,7 @@ class Restore:
         held = [c for n in missing if (c := res.best(n)) is not None]
         for c in [*held, *([guard] if guard is not None else [])]:
             c.readers += 1
-        fits = res.make_room(CPU, len(todo))
+        fits = res.evictor.make_room(CPU, len(todo))
         for c in [*held, *([guard] if guard is not None else [])]:
             c.readers -= 1
         frames = res.pools[CPU].take(fits)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvtier.types import Identity
 
 if TYPE_CHECKING:
-    from kvtier.core.residency import Copy
+    from kvtier.core.copies import Copy
 
 __all__ = ["NEVER", "Node", "RadixTree", "Run"]
 

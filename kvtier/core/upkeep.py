@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 
+from kvtier.core.copies import CHECKPOINT, DISK, GPU
 from kvtier.core.leases import LeaseRecord
-from kvtier.core.residency import CHECKPOINT, DISK, GPU, Residency
+from kvtier.core.residency import Residency
 from kvtier.errors import ConfigError
 from kvtier.types import Identity, Tier
 
@@ -28,7 +29,7 @@ class Upkeep:
             return self._evict_disk(pages)
         if tier is Tier.REMOTE:
             raise ConfigError("the remote tier evicts for itself")
-        freed = self.residency.evict(int(tier), pages)
+        freed = self.residency.evictor.evict(int(tier), pages)
         return freed
 
     def _evict_disk(self, pages: int) -> int:
@@ -37,7 +38,7 @@ class Upkeep:
             return 0
         before = disk.used
         want = min(disk.used, pages)
-        while want and not self.residency.disk_room(disk.free + want):
+        while want and not self.residency.evictor.disk_room(disk.free + want):
             want //= 2
         return before - disk.used
 

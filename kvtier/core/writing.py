@@ -7,12 +7,13 @@ wrote them.
 from collections.abc import Sequence
 
 from kvtier.config import CheckpointPolicy
+from kvtier.core.copies import CHECKPOINT, GPU
 from kvtier.core.leases import LeaseRecord, LeaseTables
 from kvtier.core.lifetimes import Lifetimes
 from kvtier.core.lower import Lower
 from kvtier.core.operations import Operations, TailPools
 from kvtier.core.ops import Op
-from kvtier.core.residency import CHECKPOINT, GPU, Residency
+from kvtier.core.residency import Residency
 from kvtier.core.restore import inside_span
 from kvtier.core.tree import Node
 from kvtier.errors import OutOfPages
@@ -68,7 +69,7 @@ class Writing:
         page = self.geometry.page_tokens
         needs = [-(-(rec.length + n) // page) - len(rec.frames) for rec, n in short]
         total = sum(needs)
-        if missing := self.residency.room(GPU, total):
+        if missing := self.residency.evictor.room(GPU, total):
             raise OutOfPages(total, total - missing)
         for (rec, _), need in zip(short, needs, strict=True):
             frames = self.operations.private.take(need)
@@ -127,7 +128,7 @@ class Writing:
                     depth, **self._place(rec, depth)
                 ):
                     continue
-                if self.residency.room(GPU + CHECKPOINT, 1):
+                if self.residency.evictor.room(GPU + CHECKPOINT, 1):
                     self.lower.dropped += 1
                     continue
                 (frame,) = pool.take()

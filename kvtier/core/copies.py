@@ -1,0 +1,38 @@
+"""A copy: a page's history or a checkpoint in one tier, and what holds it there."""
+
+from kvtier.core.ops import Kind
+from kvtier.core.tree import Node
+from kvtier.types import Tier
+
+__all__ = ["CHECKPOINT", "CPU", "DISK", "GPU", "TIERS", "Copy"]
+
+GPU, CPU, DISK = 0, 1, 2  # history slots of Node.copies; a checkpoint's slot is CHECKPOINT higher
+CHECKPOINT = 3
+TIERS = (Tier.GPU, Tier.CPU, Tier.DISK)
+
+
+class Copy:
+    """One kind of one page in one tier."""
+
+    __slots__ = ("expendable", "frames", "node", "queued", "readers", "ready", "slot", "writer")
+
+    def __init__(self, node: Node | None, slot: int, frames: tuple[int, ...], writer: int) -> None:
+        self.node = node
+        """None once it has left the tree; its operations then own the frames."""
+        self.slot = slot
+        self.frames = frames
+        """Frame numbers; on disk the row of the record."""
+        self.writer = writer
+        """The operation that fills it; 0 when READY (I3)."""
+        self.ready = not writer
+        self.readers = 0
+        self.expendable = False
+        self.queued = False
+
+    @property
+    def tier(self) -> int:
+        return self.slot % 3
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.CHECKPOINT if self.slot >= CHECKPOINT else Kind.HISTORY
