@@ -7,6 +7,7 @@ failure every test here looks for (I8).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,29 @@ from kvtier.core.leases import LeaseRecord
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Kind, Op, OpKind, Part
 from kvtier.seams import ENTRY
-from kvtier.types import LeaseState, Tier
+from kvtier.types import LeaseState, Span, Tier
 
 GARBAGE = "garbage"
-Row = tuple[int, Any, tuple[int, ...]]  # (epoch, identity, prefix)
+Item = int | tuple[int, bytes, int]  # a token, or one of a span: (token, digest, place in it)
+Row = tuple[int, Any, tuple[Item, ...]]  # (epoch, identity, prefix)
+
+
+def items(tokens: Sequence[int], spans: Sequence[Span]) -> tuple[Item, ...]:
+    """What the rows of these tokens depend on: inside a span also its content."""
+    out: list[Item] = list(tokens)
+    for span in spans:
+        for i in range(span.start, min(span.stop, len(out))):
+            out[i] = (tokens[i], span.digest, i - span.start)
+    return tuple(out)
+
+
+def tokens_of(rec: LeaseRecord) -> tuple[int, ...]:
+    return tuple(np.frombuffer(bytes(rec.tokens), dtype="<i4").tolist())
+
+
+def prefix_of(rec: LeaseRecord) -> tuple[Item, ...]:
+    """What a lease stands on."""
+    return items(tokens_of(rec), rec.spans)
 
 
 class FakeDisk:
@@ -229,7 +249,7 @@ class FakePlane:
         if rec.state is not LeaseState.ACTIVE:
             return
         page = self.geometry.page_tokens
-        prefix = tuple(np.frombuffer(bytes(rec.tokens), dtype="<i4").tolist())
+        prefix = prefix_of(rec)
         assert len(prefix) == rec.length
 
         def right(row: Any, upto: int) -> bool:

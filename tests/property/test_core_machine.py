@@ -2,15 +2,19 @@
 reads what was written for exactly its tokens, and nothing is lost track of.
 
 Uniform rules rarely reach the interesting states, so some are aimed; ``REACHED`` counts what a run
-came to, and the long profile asserts that it came everywhere.
+came to, and ``--long`` asserts that it came everywhere.  After each step everything ``FakeServer``
+can check from outside is checked: rows (I8), the numbered invariants, accounting from first
+principles, counters, events, who published what.  One example in eight is recorded and replayed
+into a second core, which must come to the same digest (A10).
+
+The ci profile runs 300 examples of 50 steps, the dev profile 50 of 30, ``--long`` 20,000 of 60.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
-import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -19,30 +23,47 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from kvtier.config import Adaptive, Dense, Sparse
 from kvtier.core.geometry import Geometry
+from kvtier.core.keys import chain_root
 from kvtier.core.leases import LeaseRecord, PinRecord, PrefetchRecord
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import OpKind
+from kvtier.core.replay import Recorder, replay
 from kvtier.errors import LeaseNotReady, LeaseReleased, OutOfPages
-from kvtier.tokens import TokenBuffer
 from kvtier.types import Identity, LeaseState, Span, Tier
-from tests.property.plane import FakeDisk, FakePlane
+from tests.property.plane import tokens_of
+from tests.property.server import REACHED, FakeServer, Known, packed
 
-REACHED: Counter[str] = Counter()
+CI_EXAMPLES = 300
 IDENTITIES = (Identity(), Identity(tenant="b"), Identity(adapter="b"))
 TOKENS = st.lists(st.integers(0, 1), max_size=9)
+FULL = st.lists(st.integers(0, 1), min_size=2, max_size=9)
 MORE = st.lists(st.integers(0, 1), min_size=1, max_size=2)
 MOSTLY = st.sampled_from([True, True, True, False])
+ALL_TIERS = (Tier.GPU, Tier.CPU, Tier.DISK)
 
 
-def packed(tokens: list[int] | tuple[int, ...]) -> TokenBuffer:
-    return TokenBuffer(np.array(tokens, dtype="<i4").tobytes())
+@st.composite
+def spans(draw: st.DrawFn, length: int) -> tuple[Span, ...]:
+    """None, mostly; or one or two images somewhere in ``length`` tokens."""
+    if length < 2 or draw(st.integers(0, 3)):
+        return ()
+    out, start = [], 0
+    for _ in range(draw(st.integers(1, 2))):
+        if start >= length:
+            break
+        start = draw(st.integers(start, length - 1))
+        stop = draw(st.integers(start + 1, length))
+        out.append(Span(start, stop, draw(st.sampled_from([b"x", b"yy"]))))
+        start = stop
+    return tuple(out)
 
 
-class CoreMachine(RuleBasedStateMachine):
+class CoreMachine(FakeServer, RuleBasedStateMachine):
     prefetches = Bundle("prefetches")
     pinned = Bundle("pinned")
 
@@ -59,6 +80,9 @@ class CoreMachine(RuleBasedStateMachine):
         leases=st.integers(2, 6),
         eviction=st.sampled_from(["lru", "adaptive", "s3fifo"]),
         placement=st.sampled_from([Adaptive(every_pages=2), Dense(), Sparse(every_pages=2)]),
+        after_hits=st.sampled_from([0, 0, 0, 1]),
+        max_pinned=st.sampled_from([0.5, 1.0]),
+        recorded=st.integers(0, 7),
     )
     def start(
         self,
@@ -74,10 +98,13 @@ class CoreMachine(RuleBasedStateMachine):
         leases: int,
         eviction: str,
         placement: Any,
+        after_hits: int,
+        max_pinned: float,
+        recorded: int,
     ) -> None:
         window = window if tails else 0
         wide = (window + draft + 9) // 2 + 2 if window else 0
-        self.geometry = Geometry(
+        geometry = Geometry(
             page_tokens=page,
             gpu_pages=gpu,
             cpu_frames=cpu,
@@ -93,43 +120,20 @@ class CoreMachine(RuleBasedStateMachine):
             gpu_windows=max(wide, leases * wide - leases // 2) if window else 0,
             max_draft=draft if window else 0,
         )
-        self.eviction, self.placement = eviction, placement
-        self.disk = FakeDisk()
-        self.ever: set[tuple[Identity, tuple[int, ...]]] = set()
-        self.epoch = 0
-        self.now = 0.0
-        self.boot()
-
-    def boot(self) -> None:
-        self.core = CacheCore(
-            self.geometry,
-            chain=b"c" * 16,
-            eviction=self.eviction,
-            checkpoints=self.placement,
-            entries=self.disk.scan() if self.geometry.disk_frames else None,
+        self.recorded = not recorded
+        self.build(
+            geometry,
+            make=self.make_core,
+            eviction=eviction,
+            checkpoints=placement,
+            store_after_hits=after_hits,
+            max_pinned=max_pinned,
         )
-        self.plane = FakePlane(self.geometry, self.disk)
-        self.epochs: dict[int, int] = {}
 
-    # ------------------------------------------------------------------ the shell's part
-    def run_ops(self, ops: list[Any], early: bool = False) -> None:
-        for op in ops:
-            REACHED[f"op {op.kind.value}"] += 1
-            if op.kind is OpKind.RESTORE:
-                REACHED["restore of several parts"] += len(op.parts) > 1
-                REACHED["restore from disk"] += any(p.source is Tier.DISK for p in op.parts)
-                REACHED["restore with via"] += any(p.via for p in op.parts)
-        self.plane.start(ops, early=early)
-
-    def end(self, op_id: int, delivered: int | None) -> None:
-        op = self.plane.live[op_id]
-        if op.kind is OpKind.PACK and not self.core.operations.running[op_id].packed:
-            self.plane.pack(op_id)
-        if op.kind in (OpKind.COPY, OpKind.CLEAR, OpKind.DROP):
-            delivered = None  # device work in stream order does not fail by itself
-        n = self.plane.finish(op_id, delivered)
-        REACHED[f"partial {op.kind.value}"] += n < len(op.parts)
-        self.run_ops(self.core.finish(op_id, n, n < len(op.parts)))
+    def make_core(self, geometry: Geometry, **options: Any) -> Any:
+        core = CacheCore(geometry, **options)
+        self.second = lambda: CacheCore(geometry, **options)
+        return Recorder(core) if self.recorded else core
 
     # ------------------------------------------------------------------ completions
     @precondition(lambda self: any(o.kind is OpKind.PACK for o in self.plane.live.values()))
@@ -143,7 +147,7 @@ class CoreMachine(RuleBasedStateMachine):
         if todo:
             op_id = data.draw(st.sampled_from(todo))
             self.plane.pack(op_id)
-            self.run_ops(self.core.packed(op_id))
+            self.run(self.core.packed(op_id))
 
     @precondition(lambda self: self.plane.live)
     @rule(data=st.data())
@@ -153,30 +157,12 @@ class CoreMachine(RuleBasedStateMachine):
         self.end(op_id, data.draw(st.one_of(st.none(), st.integers(0, parts))))
 
     @rule()
-    def drain(self) -> None:
-        while self.plane.live:
-            self.end(min(self.plane.live), None)
+    def all_finish(self) -> None:
+        self.drain()
 
     # ------------------------------------------------------------------ leases
-    def open(self, tokens: list[int], who: Identity, early: bool = False, **options: Any) -> Any:
-        found = self.core.match(packed(tokens), who, options.get("spans", ()))
-        assert found.tokens <= max(0, len(tokens) - 1)
-        assert found.gpu_tokens + found.cpu_tokens + found.disk_tokens == found.tokens
-        before = self.core.digest()
-        try:
-            rec, ops = self.core.open(packed(tokens), identity=who, **options)
-        except OutOfPages:
-            self.core.check()
-            assert self.core.match(packed(tokens), who, options.get("spans", ())) == found
-            REACHED["open refused"] += 1
-            return None
-        assert before != self.core.digest()
-        self.epochs[rec.id] = self.epoch
-        REACHED["reused"] += bool(rec.nodes)
-        self.run_ops(ops, early)
-        return rec
-
     @rule(
+        data=st.data(),
         tokens=TOKENS,
         who=st.sampled_from(IDENTITIES),
         early=st.booleans(),
@@ -189,6 +175,7 @@ class CoreMachine(RuleBasedStateMachine):
     )
     def open_any(
         self,
+        data: Any,
         tokens: list[int],
         who: Identity,
         early: bool,
@@ -199,10 +186,11 @@ class CoreMachine(RuleBasedStateMachine):
         ttl: int | None,
         priority: int,
     ) -> None:
-        rec = self.open(
+        self.open(
             tokens,
             who,
-            early,
+            spans=data.draw(spans(len(tokens))),
+            early=early,
             reserve=reserve,
             read=read,
             write=write,
@@ -210,49 +198,76 @@ class CoreMachine(RuleBasedStateMachine):
             priority=priority,
             expires=None if ttl is None else self.now + ttl,
         )
-        if rec is None:
-            return
-        if reuse is not None:
-            assert len(rec.nodes) * self.geometry.page_tokens <= reuse
-        assert read or not rec.nodes
 
     def pick(self, data: Any, state: LeaseState | None = LeaseState.ACTIVE) -> LeaseRecord:
         """A live lease, in this state if there is one."""
         live = list(self.core.leases.values())
         return data.draw(st.sampled_from([r for r in live if r.state is state] or live))
 
+    def seats(self, count: int) -> None:
+        """Aimed rules want room for so many leases: the oldest go."""
+        short = count - len(self.core.tables.free)
+        for rec in list(self.core.leases.values())[: max(0, short)]:
+            self.run(self.core.release(rec))
+
+    def known(self, data: Any) -> Known:
+        return data.draw(st.sampled_from(sorted(self.ever, key=lambda e: (-len(e[1]), repr(e)))))
+
+    def reopen_known(
+        self, data: Any, more: list[int], early: bool = False, **options: Any
+    ) -> LeaseRecord | None:
+        who, tokens, placed = self.known(data)
+        return self.open([*tokens, *more], who, spans=placed, early=early, **options)
+
     @precondition(lambda self: self.ever)
-    @rule(data=st.data(), more=MORE, early=st.booleans())
-    def reopen(self, data: Any, more: list[int], early: bool) -> None:
+    @rule(data=st.data(), more=MORE, early=st.booleans(), reserve=st.sampled_from([0, 0, 2]))
+    def reopen(self, data: Any, more: list[int], early: bool, reserve: int) -> None:
         """Aim: a prompt that starts with something already committed."""
-        self.open_known(data, more, early)
+        self.seats(1)
+        rec = self.reopen_known(data, more, early, reserve=reserve)
+        REACHED["restoring with a reserve"] += bool(rec and rec.spare)
+
+    @precondition(lambda self: any(k[2] for k in self.ever))
+    @rule(data=st.data())
+    def reopen_other_image(self, data: Any) -> None:
+        """Aim: the same tokens with another image late in them share nothing past its start."""
+        self.seats(1)
+        known = sorted((k for k in self.ever if k[2]), key=repr)
+        who, tokens, placed = data.draw(st.sampled_from(known))
+        other = Span(placed[-1].start, placed[-1].stop, b"another")
+        rec = self.open([*tokens, 0], who, spans=(*placed[:-1], other))
+        if rec is not None:
+            page = self.geometry.page_tokens
+            assert len(rec.nodes) <= other.start // page
+            REACHED["other image"] += 1
+            REACHED["shared before another image"] += bool(rec.nodes)
 
     @rule(
         data=st.data(),
         who=st.sampled_from(IDENTITIES[:2]),
-        tokens=st.lists(st.integers(0, 1), min_size=2, max_size=9),
+        tokens=FULL,
+        chunk=st.integers(1, 5),
         release=st.booleans(),
     )
-    def serve(self, data: Any, who: Identity, tokens: list[int], release: bool) -> None:
+    def serve_one(
+        self, data: Any, who: Identity, tokens: list[int], chunk: int, release: bool
+    ) -> None:
         """Aim: a whole request, computed and published."""
-        rec = self.open([*tokens, 0], who)
-        if rec is None:
-            return
-        if rec.state is LeaseState.RESTORING:
-            self.drain()
-        while rec.length < len(tokens):
-            before = rec.length
-            new = tokens[before : before + data.draw(st.integers(1, 5))]
-            self.step_once([rec], [new], [0], fail=False)
-            if rec.length == before:
-                break
-        if release:
-            self.run_ops(self.core.release(rec))
+        self.seats(1)
+        placed = data.draw(spans(len(tokens)))
+        self.serve(tokens, who, chunk=chunk, spans=placed, release=release)
 
-    def open_known(self, data: Any, more: list[int], early: bool = False) -> Any:
-        known = sorted(self.ever, key=lambda e: (-len(e[1]), repr(e)))
-        who, tokens = data.draw(st.sampled_from(known))
-        return self.open([*tokens, *more], who, early)
+    @rule(data=st.data(), tokens=FULL, chunk=st.integers(1, 5), count=st.integers(2, 3))
+    def serve_twins(self, data: Any, tokens: list[int], chunk: int, count: int) -> None:
+        """Aim: leases that compute the same pages at the same time; all but the first keep
+        duplicates until they are released."""
+        self.seats(count)
+        placed = data.draw(spans(len(tokens)))
+        made = [self.open([*tokens, 1], spans=placed, read=False) for _ in range(count)]
+        twins = [r for r in made if r is not None]
+        for at in range(0, len(tokens), chunk):
+            todo = [r for r in twins if r.length == at]
+            self.step(todo, [tokens[at : at + chunk]] * len(todo))
 
     @precondition(lambda self: self.ever)
     @rule(
@@ -266,84 +281,55 @@ class CoreMachine(RuleBasedStateMachine):
         self, data: Any, cold_host: bool, early: bool, more: list[int], times: int
     ) -> None:
         """Aim: idle, cold device (and host), then requests for a known prefix."""
-        for rec in list(self.core.leases.values()):
-            self.run_ops(self.core.release(rec))
-        self.drain()
-        for tier in (Tier.GPU, Tier.CPU)[: 1 + cold_host]:
-            self.run_ops(self.core.evict(tier, 99)[1])
+        self.cold(*ALL_TIERS[: 1 + cold_host])
         for _ in range(times):
-            self.open_known(data, more, early)
+            self.reopen_known(data, more, early)
+
+    @precondition(lambda self: self.ever)
+    @rule(data=st.data(), early=st.booleans(), finish_first=st.booleans())
+    def supersede(self, data: Any, early: bool, finish_first: bool) -> None:
+        """Aim: one lease restores a prefix while another computes and commits it."""
+        self.cold(Tier.GPU)
+        who, tokens, placed = self.known(data)
+        self.open([*tokens, 0], who, spans=placed, early=early)
+        other = self.open([*tokens, 1], who, spans=placed, read=False)
+        if other is not None and tokens:
+            self.step([other], [list(tokens)])
+        if finish_first and self.plane.live:
+            self.end(min(self.plane.live), data.draw(st.integers(0, 2)))
+
+    @precondition(lambda self: self.ever and self.geometry.cpu_frames)
+    @rule(data=st.data(), early=st.booleans(), cold_host=st.booleans())
+    def restore_in_two(self, data: Any, early: bool, cold_host: bool) -> None:
+        """Aim: a lease that waits for another's operation and its own; one of them fails."""
+        self.cold(*ALL_TIERS[: 1 + cold_host])
+        who, tokens, placed = self.known(data)
+        page = self.geometry.page_tokens
+        short = tokens[: data.draw(st.integers(1, max(1, len(tokens) // page))) * page]
+        kept = tuple(s for s in placed if s.stop <= len(short))
+        self.open([*short, 0], who, spans=kept, early=early)
+        self.open([*tokens, 1], who, spans=placed)
+        todo = [i for i, o in self.plane.live.items() if o.kind is OpKind.RESTORE]
+        for op_id in data.draw(st.permutations(todo)):
+            if op_id in self.plane.live:  # what is planned again is not in the list
+                parts = len(self.plane.live[op_id].parts)
+                self.end(op_id, data.draw(st.sampled_from([None, 0, parts - 1])))
 
     @precondition(lambda self: self.core.leases)
     @rule(data=st.data(), fail=st.integers(0, 9), size=st.integers(1, 3))
-    def step(self, data: Any, fail: int, size: int) -> None:
+    def step_some(self, data: Any, fail: int, size: int) -> None:
         """Reserve, let the kernels write (more than will be accepted), commit."""
         recs = list({self.pick(data).id: None for _ in range(size)})
         live = [self.core.leases[i] for i in recs]
         news = [data.draw(st.lists(st.integers(0, 1), max_size=5)) for _ in live]
         extra = [data.draw(st.integers(0, self.geometry.max_draft or 2)) for _ in live]
-        self.step_once(live, news, extra, fail=not fail)
-
-    def step_once(
-        self, recs: list[LeaseRecord], news: list[list[int]], extra: list[int], *, fail: bool
-    ) -> None:
-        core = self.core
-        counts = [len(n) + e for n, e in zip(news, extra, strict=True)]
-        before = [(r.capacity, r.length, list(r.frames)) for r in recs]
-        try:
-            captures, ops = core.reserve(recs, counts)
-        except (LeaseReleased, LeaseNotReady):
-            return
-        except OutOfPages:
-            REACHED["step refused"] += 1
-            assert [r.length for r in recs] == [b[1] for b in before]
-            core.check()
-            return
-        self.run_ops(ops)
-        for row, (rec, new, more) in enumerate(zip(recs, news, extra, strict=True)):
-            due = {c.position: c.frame for c in captures if c.row == row}
-            self.forward(rec, new, more, due)
-        if fail:
-            core.abandon(recs)
-            for rec in recs:  # what the failed pass did to the state is undone by its owner
-                self.restore_state(rec)
-            REACHED["step abandoned"] += 1
-            return
-        flat = [t for n in news for t in n]
-        self.run_ops(core.commit(recs, [len(n) for n in news], packed(flat).data))
-        for rec in recs:
-            self.restore_state(rec)
-            if rec.write:
-                self.ever.add((rec.identity, self.tokens_of(rec)))
-
-    def tokens_of(self, rec: LeaseRecord) -> tuple[int, ...]:
-        return tuple(np.frombuffer(bytes(rec.tokens), dtype="<i4").tolist())
-
-    def row(self, rec: LeaseRecord, prefix: tuple[int, ...]) -> Any:
-        return (self.epochs[rec.id], rec.identity, prefix)
-
-    def forward(self, rec: LeaseRecord, new: list[int], rejected: int, due: dict[int, int]) -> None:
-        prefix = self.tokens_of(rec)
-        for i, token in enumerate([*new, *[9] * rejected]):
-            prefix = (*prefix, token)
-            self.plane.write_token(self.core, rec, self.row(rec, prefix))
-            if len(prefix) in due:
-                if i < len(new):
-                    self.plane.capture(rec, len(prefix), due[len(prefix)])
-                else:
-                    self.plane.checkpoints[due[len(prefix)]] = "garbage"
-
-    def restore_state(self, rec: LeaseRecord) -> None:
-        """State is addressed by position: rejected tokens are undone by whoever wrote them."""
-        if rec.tail is not None and rec.state is LeaseState.ACTIVE:
-            prefix = self.tokens_of(rec)
-            self.plane.states[rec.tail.state] = self.row(rec, prefix) if prefix else ()
+        self.step(live, news, extra, fail=not fail)
 
     @precondition(lambda self: self.core.leases)
     @rule(data=st.data(), n=st.integers(0, 9))
     def truncate(self, data: Any, n: int) -> None:
         rec = self.pick(data)
-        n = min(n, rec.length)
+        n, shared = min(n, rec.length), rec.nodes
         try:
             got, ops = self.core.truncate(rec, n)
         except (LeaseReleased, LeaseNotReady):
@@ -354,38 +340,66 @@ class CoreMachine(RuleBasedStateMachine):
         assert got <= n
         assert self.geometry.has_tails or got == n
         REACHED["truncated into a page"] += bool(got % self.geometry.page_tokens)
-        self.run_ops(ops)
+        REACHED["truncated into a shared page"] += got < len(shared) * self.geometry.page_tokens
+        self.run(ops)
 
     @precondition(lambda self: self.core.leases)
     @rule(data=st.data())
-    def fork(self, data: Any) -> None:
-        rec = self.pick(data)
-        try:
-            kid, ops = self.core.fork(rec)
-        except (OutOfPages, LeaseReleased, LeaseNotReady):
-            return
-        self.epochs[kid.id] = self.epochs[rec.id]
-        REACHED["fork of a partial page"] += bool(rec.length % self.geometry.page_tokens)
-        self.run_ops(ops)
+    def fork_one(self, data: Any) -> None:
+        self.fork(self.pick(data))
 
-    @precondition(lambda self: any(r.state is LeaseState.ACTIVE for r in self.core.leases.values()))
+    @rule(data=st.data(), tokens=FULL, cut=st.integers(1, 8))
+    def fork_aimed(self, data: Any, tokens: list[int], cut: int) -> None:
+        """Aim: a fork with duplicates and with pages withheld for a span; both go on alike."""
+        self.seats(2)
+        page = self.geometry.page_tokens
+        cut = min(cut, len(tokens) - 1)
+        start = data.draw(st.integers(0, cut))
+        placed = (Span(start, len(tokens), b"x"),) * data.draw(st.booleans())
+        self.serve(tokens[: start // page * page])
+        rec = self.open([*tokens, 1], spans=placed, read=False)
+        if rec is None or not self.step([rec], [tokens[:cut]]):
+            return
+        kid = self.fork(rec)
+        if kid is not None and kid.state is LeaseState.ACTIVE:
+            pair = [rec, kid] if data.draw(st.booleans()) else [kid, rec]
+            for one in pair:
+                self.step([one], [tokens[cut:]])
+
+    def active(self) -> list[LeaseRecord]:
+        return [r for r in self.core.leases.values() if r.state is LeaseState.ACTIVE]
+
+    @precondition(lambda self: self.active())
     @rule(data=st.data())
-    def pause(self, data: Any) -> None:
-        active = [r for r in self.core.leases.values() if r.state is LeaseState.ACTIVE]
-        rec = data.draw(st.sampled_from(active))
-        self.run_ops(self.core.pause(rec))
-        REACHED["paused"] += 1
+    def pause_one(self, data: Any) -> None:
+        self.pause(data.draw(st.sampled_from(self.active())))
+
+    @rule(data=st.data(), tokens=FULL, write=st.booleans())
+    def pause_aimed(self, data: Any, tokens: list[int], write: bool) -> None:
+        """Aim: pause a lease with pages nobody else has, then let others want the room."""
+        self.seats(1)
+        placed = (Span(0, len(tokens) + 1, b"x"),) * (write and data.draw(st.booleans()))
+        rec = self.open([*tokens, 1], spans=placed, write=write, read=False)
+        if rec is not None and self.step([rec], [tokens]):
+            self.pause(rec)
+            if data.draw(st.booleans()):
+                self.drain()
+            self.run(self.core.evict(Tier.GPU, 99)[1])
 
     @precondition(lambda self: any(r.state is LeaseState.PAUSED for r in self.core.leases.values()))
     @rule(data=st.data(), early=st.booleans())
     def resume(self, data: Any, early: bool) -> None:
         paused = [r for r in self.core.leases.values() if r.state is LeaseState.PAUSED]
         rec = data.draw(st.sampled_from(paused))
-        before, whole = rec.length, rec.parked is not None and rec.parked.ok
+        before, tokens, parked = rec.length, tokens_of(rec), rec.parked
+        assert parked is not None
+        whole = parked.ok
         try:
-            self.run_ops(self.core.resume(rec), early)
+            self.run(self.core.resume(rec), early)
         except OutOfPages:
             assert rec.state is LeaseState.PAUSED and rec.length == before
+            assert tokens_of(rec) == tokens and rec.parked is parked
+            REACHED["resume refused"] += 1
             return
         REACHED["resumed whole" if whole else "resumed shorter"] += 1
 
@@ -394,77 +408,118 @@ class CoreMachine(RuleBasedStateMachine):
     def release(self, data: Any, state: LeaseState) -> None:
         rec = self.pick(data, state)
         REACHED["released while restoring"] += rec.state is LeaseState.RESTORING
-        self.run_ops(self.core.release(rec))
+        REACHED["released while paused"] += rec.state is LeaseState.PAUSED
+        self.run(self.core.release(rec))
         assert not self.core.release(rec)
 
     # ------------------------------------------------------------------ upkeep
-    @rule(tier=st.sampled_from([Tier.GPU, Tier.CPU, Tier.DISK]), n=st.integers(1, 6))
+    @rule(tier=st.sampled_from(ALL_TIERS), n=st.integers(1, 6))
     def evict(self, tier: Tier, n: int) -> None:
+        free = self.core.stats().tiers[tier].free
         freed, ops = self.core.evict(tier, n)
+        assert freed <= self.core.stats().tiers[tier].free - free
         REACHED[f"evicted {tier.name}"] += freed > 0
-        self.run_ops(ops)
+        self.run(ops)
 
     @rule(
         who=st.one_of(st.none(), st.sampled_from(IDENTITIES)),
-        tiers=st.one_of(st.none(), st.sets(st.sampled_from([Tier.GPU, Tier.CPU, Tier.DISK]))),
+        tiers=st.one_of(st.none(), st.sets(st.sampled_from(ALL_TIERS))),
         sure=st.integers(0, 3),
     )
     def clear(self, who: Identity | None, tiers: set[Tier] | None, sure: int) -> None:
-        if sure:
-            return
-        self.run_ops(self.core.clear(who, tiers))
-        REACHED["cleared in flight"] += bool(self.plane.live)
+        if not sure:
+            self.clear_now(who, tiers)
+
+    def clear_now(self, who: Identity | None, tiers: set[Tier] | None) -> None:
+        kinds = {o.kind for o in self.plane.live.values()}
+        self.run(self.core.clear(who, tiers))
+        for kind in kinds:
+            REACHED[f"cleared during {kind.value}"] += 1
         if tiers is None:
             for known in [e for e in self.ever if who is None or e[0] == who]:
-                assert self.core.match(packed([*known[1], 0]), known[0]).tokens == 0
+                gone = self.core.match(packed([*known[1], 0]), known[0], known[2])
+                assert gone.history_tokens == 0
                 self.ever.discard(known)
+            self.published = {p for p in self.published if who is not None and p[0] != who}
             if who is None:
                 self.epoch += 1
+
+    @precondition(lambda self: self.geometry.disk_frames)
+    @rule(data=st.data(), tokens=FULL, who=st.sampled_from([None, *IDENTITIES]))
+    def clear_in_flight(self, data: Any, tokens: list[int], who: Identity | None) -> None:
+        """Aim: everything is forgotten while it is on its way to the disk."""
+        self.seats(1)
+        self.serve(tokens, release=data.draw(st.booleans()))
+        while not any(o.kind is OpKind.STORE for o in self.plane.live.values()) and self.plane.live:
+            self.end(min(self.plane.live))
+        self.clear_now(who, None)
 
     @rule(by=st.integers(1, 2))
     def time_passes(self, by: int) -> None:
         self.now += by
-        self.run_ops(self.core.expire(self.now))
+        self.run(self.core.expire(self.now))
 
     @precondition(lambda self: self.ever)
-    @rule(target=prefetches, data=st.data())
-    def prefetch(self, data: Any) -> PrefetchRecord:
-        who, tokens = data.draw(st.sampled_from(sorted(self.ever, key=repr)))
-        rec, ops = self.core.prefetch(packed(tokens), who)
+    @rule(target=prefetches, data=st.data(), cold=st.booleans())
+    def prefetch(self, data: Any, cold: bool) -> PrefetchRecord:
+        if cold:
+            self.cold(Tier.GPU, Tier.CPU)
+        who, tokens, placed = self.known(data)
+        rec, ops = self.core.prefetch(packed(tokens), who, placed)
         REACHED["prefetch in flight"] += not rec.done
-        self.run_ops(ops)
+        self.run(ops)
         return rec
 
     @rule(rec=prefetches)
     def cancel_prefetch(self, rec: PrefetchRecord) -> None:
-        self.run_ops(self.core.cancel_prefetch(rec))
+        REACHED["prefetch cancelled"] += not rec.done
+        self.run(self.core.cancel_prefetch(rec))
 
     @precondition(lambda self: self.ever)
-    @rule(target=pinned, data=st.data())
-    def pin(self, data: Any) -> PinRecord:
-        who, tokens = data.draw(st.sampled_from(sorted(self.ever, key=repr)))
-        return self.core.pin(packed(tokens), who)
+    @rule(target=pinned, data=st.data(), evict=st.booleans())
+    def pin(self, data: Any, evict: bool) -> PinRecord:
+        who, tokens, placed = self.known(data)
+        rec = self.core.pin(packed(tokens), who, placed)
+        if evict:  # whatever is asked for, pinned pages stay in some tier
+            for tier in ALL_TIERS:
+                self.run(self.core.evict(tier, 99)[1])
+            assert self.core.match(packed(tokens), who, placed).history_tokens >= rec.tokens
+            REACHED["pinned and evicted"] += rec.tokens > 0
+        return rec
 
     @rule(rec=pinned)
     def unpin(self, rec: PinRecord) -> None:
-        self.run_ops(self.core.unpin(rec))
+        self.run(self.core.unpin(rec))
 
     @precondition(lambda self: self.geometry.disk_frames)
     @rule(sure=st.integers(0, 4), data=st.data())
-    def restart(self, sure: int, data: Any) -> None:
-        """The process dies wherever it is; a new one opens what the disk has."""
+    def die(self, sure: int, data: Any) -> None:
+        """The process dies wherever it is; a new one finds what the disk has, all of it."""
         if sure:
             return
         while self.plane.live and data.draw(st.booleans()):
-            self.end(min(self.plane.live), None)
-        for rec in self.core.leases.values():
-            rec.state = LeaseState.RELEASED  # handles of a process that is gone
-        for pin in self.core.pins:
-            pin.closed = True
-        for pre in self.core.prefetches.values():
-            pre.done = True
-        self.boot()
-        REACHED["restarted with pages on disk"] += bool(self.disk.records)
+            self.end(min(self.plane.live))
+        self.replay_all()
+        self.restart()
+        for who, tokens, placed in self.ever:
+            if not placed:
+                self.check_found(who, tokens)
+
+    def check_found(self, who: Identity, tokens: tuple[int, ...]) -> None:
+        """A cold core knows exactly what a walk over the records finds."""
+        page, records = self.geometry.page_tokens, self.disk.records
+        by_parent = {(r[0], r[4]): key for key, r in records.items() if not r[3]}
+        key: bytes | None = chain_root(b"c" * 16, who)
+        count = 0
+        for at in range(0, (len(tokens) - 1) // page * page, page):
+            key = by_parent.get((key or b"", packed(tokens[at : at + page]).data))
+            if key is None:
+                break
+            count += 1
+        found = self.core.match(packed(tokens), who)
+        assert found.history_tokens == count * page
+        assert self.geometry.has_tails or found.disk_tokens == count * page
+        REACHED["found after a restart"] += count
 
     @precondition(lambda self: self.disk.records)
     @rule(data=st.data())
@@ -477,40 +532,51 @@ class CoreMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ always
     @invariant()
-    def sound(self) -> None:
-        if not hasattr(self, "core"):
-            return
-        core = self.core
-        core.settled.clear()
-        self.plane.poison(core)
-        core.check()
-        assert not self.disk.orphans(), "an orphan on disk"
-        assert set(core.operations.running) == set(self.plane.live)
-        for rec in core.leases.values():
-            self.plane.check_lease(core, rec, self.epochs[rec.id])
-        for tier, s in core.stats().tiers.items():
-            total = s.free + s.resident + s.reserved + s.in_flight + s.quarantined
-            assert total == s.capacity, (tier, s)
+    def all_is_sound(self) -> None:
+        if hasattr(self, "core"):
+            self.sound()
+
+    def replay_all(self) -> None:
+        if self.recorded:
+            again = self.second()
+            replay(self.core.log, again)
+            assert again.digest() == self.core.digest(), "A10: the same calls, another state"
+            again.check()
+            REACHED["replayed"] += 1
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
         core = self.core
         for pin in list(core.pins):
-            self.run_ops(core.unpin(pin))
+            self.run(core.unpin(pin))
         for rec in list(core.leases.values()):
-            self.run_ops(core.release(rec))
-        while self.plane.live:
-            self.end(min(self.plane.live), None)
+            self.run(core.release(rec))
+        self.drain()
         core.check()
         rec, ops = core.open(packed([]))
-        self.run_ops(ops)
+        self.run(ops)
         core.reserve([rec], [min(self.geometry.gpu_pages * self.geometry.page_tokens, 9)])
         if not self.geometry.window:
             core.reserve([rec], [self.geometry.gpu_pages * self.geometry.page_tokens])
         core.check()  # nothing leaked: the whole device fits one lease
-        self.run_ops(core.release(rec))
+        self.run(core.release(rec))
+        self.replay_all()
 
 
-TestCoreMachine = CoreMachine.TestCase
-_ = Span
+RARE = {
+    "resume refused": 1,
+    "fork with pages withheld": 10,
+}
+"""What a long run must have reached more or less often than the other counters."""
+
+
+def test_core_machine(long_run: bool) -> None:
+    REACHED.clear()
+    profile = settings.default
+    assert profile is not None
+    examples = CI_EXAMPLES if profile.max_examples == 200 else profile.max_examples
+    run_state_machine_as_test(CoreMachine, settings=settings(profile, max_examples=examples))
+    if long_run:
+        short = {name: n for name, n in REACHED.items() if n < RARE.get(name, 100)}
+        assert not short, f"rarely or never reached: {short}"
