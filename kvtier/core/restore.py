@@ -112,11 +112,10 @@ class Restore:
         """
         assert not rec.nodes and not rec.frames and not rec.waits, "I4"
         res = self.residency
-        limit = rec.limit
+        limit = self.resumable(path, rec.limit, rec.spans)
+        res.pin(path[:limit])  # all along: unpinned, pages only on disk would lose their nodes
         while True:
-            limit = self.resumable(path, limit, rec.spans)
             use = list(path[:limit])
-            res.pin(use)
             missing = [n for n in use if n.copies[GPU] is None]
             held = [c for n in missing if (c := res.best(n)) is not None]
             checkpoint = None
@@ -135,14 +134,15 @@ class Restore:
                 c.readers -= 1
             if not lacking:
                 break
-            res.unpin(use)
+            shorter = self.resumable(path, limit - 1, rec.spans) if limit else 0
+            res.unpin(use[shorter:])
             for c in held:
                 res.offer(c) if c.node is not None else None
             if not limit:
                 if self.geometry.has_tails and not self.tails.states.free:
                     raise OutOfPages(1, 0, "state slots")
                 raise OutOfPages(spare, spare - lacking)
-            limit -= 1
+            limit = shorter
         rec.spare.extend(self.operations.private.take(spare))
         rec.nodes, rec.state = use, LeaseState.RESTORING
         rec.tail, rec.tail_ok = tail, checkpoint is None

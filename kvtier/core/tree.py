@@ -20,7 +20,7 @@ __all__ = ["NEVER", "Node", "RadixTree", "Run"]
 
 NEVER = float("inf")
 _RUN_BYTES = 1 << 16
-"""A run longer than this is not extended: extending copies it."""
+"""A run longer than this is not extended: extending may have to move its tokens."""
 
 
 class Run:
@@ -32,7 +32,7 @@ class Run:
         self.parent = parent
         self.head = head
         """The key under which the first node hangs in ``parent.children``."""
-        self.tokens = tokens
+        self.tokens = bytearray(tokens)
         self.nodes: list[Node] = []
         self.fork = b""
         """Tokens up to where somebody left this run lately.  Many sequences leave a shared prefix
@@ -107,7 +107,7 @@ class Node:
     def page(self, stride: int) -> bytes:
         """The page's own packed tokens."""
         assert self.run is not None
-        return self.run.tokens[self.index * stride : (self.index + 1) * stride]
+        return bytes(self.run.tokens[self.index * stride : (self.index + 1) * stride])
 
     def extra(self, stride: int) -> bytes:
         """What its spans add to the key; pages with spans are runs of one page."""
@@ -189,7 +189,7 @@ class RadixTree:
                 stop = len(nodes)
             else:
                 stop = self._common(run, 0, 1, data, pos, end, None)
-                run.fork = run.tokens[: stop * stride]
+                run.fork = bytes(run.tokens[: stop * stride])
             node = nodes[stop - 1]
             pos += stop * stride
         return node
@@ -278,7 +278,9 @@ class RadixTree:
             and len(run.tokens) <= _RUN_BYTES
         ):
             kept = len(run.nodes) * stride  # what eviction has left of it
-            run.tokens, run.fork = run.tokens[:kept] + tokens, run.fork[:kept]
+            del run.tokens[kept:]
+            run.tokens += tokens
+            run.fork = run.fork[:kept]
         else:
             head = tokens[:stride] + extra
             run = Run(parent, head, tokens)
@@ -314,7 +316,7 @@ class RadixTree:
             if not siblings:
                 run.parent.children = None
         elif len(run.tokens) > 2 * len(run.nodes) * self.stride:
-            run.tokens = run.tokens[: len(run.nodes) * self.stride]
+            del run.tokens[len(run.nodes) * self.stride :]
 
     def remove_subtree(self, node: Node) -> list[Node]:
         """Take a node and everything below it out of the tree; children before parents."""

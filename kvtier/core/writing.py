@@ -160,16 +160,15 @@ class Writing:
         after lease.  Full pages become shareable and start on their way down: one PACK for all."""
         page, offset = self.geometry.page_tokens, 0
         filled: list[LeaseRecord] = []
-        lengths = self.tables.lengths
+        lengths, inside = self.tables.lengths.data, page - 1
         for rec, n in zip(recs, counts, strict=True):
             stop = offset + 4 * n
             rec.tokens += data[offset:stop]
             offset = stop
-            before = rec.length
-            rec.length = after = before + n
-            assert after <= rec.capacity, "I5: committing past the reserve"
-            lengths[rec.row] = after
-            if after // page > before // page:
+            rec.length = length = rec.length + n
+            assert length <= rec.capacity, "I5: committing past the reserve"
+            lengths[rec.row] = length
+            if length & inside < n:
                 filled.append(rec)
         fresh = [f for rec in filled if (f := self._publish(rec))]
         if self.geometry.has_tails:
