@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvtier import ConfigError, Tier, TokenError
+from kvtier import ConfigError, OutOfPages, Tier, TokenError
 from kvtier_deepseek.attach import Adapter
 
 if TYPE_CHECKING:
@@ -95,5 +95,14 @@ def generate(
 
 
 def _step(adapter: Adapter, cache: "Cache", lease: "Lease", tokens: Sequence[int]) -> Tensor:
+    try:
+        return _step_now(adapter, cache, lease, tokens)
+    except OutOfPages:
+        # Pages of earlier requests that are still being copied down can be had when that is done.
+        cache.flush(to=Tier.CPU).result()
+        return _step_now(adapter, cache, lease, tokens)
+
+
+def _step_now(adapter: Adapter, cache: "Cache", lease: "Lease", tokens: Sequence[int]) -> Tensor:
     with cache.step([(lease, tokens)]) as step:
         return adapter(step)
