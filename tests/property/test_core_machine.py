@@ -83,6 +83,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         after_hits=st.sampled_from([0, 0, 0, 1]),
         max_pinned=st.sampled_from([0.5, 1.0]),
         recorded=st.integers(0, 7),
+        events=st.booleans(),
     )
     def start(
         self,
@@ -101,6 +102,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         after_hits: int,
         max_pinned: float,
         recorded: int,
+        events: bool,
     ) -> None:
         window = window if tails else 0
         wide = (window + draft + 9) // 2 + 2 if window else 0
@@ -124,6 +126,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         self.build(
             geometry,
             make=self.make_core,
+            events=events,
             eviction=eviction,
             checkpoints=placement,
             store_after_hits=after_hits,
