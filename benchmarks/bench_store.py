@@ -3,7 +3,7 @@
 Everything is durable: a group of pages counts as written when it would survive a power cut.  At
 each size the contenders run side by side, in turn, on the same directory:
 
-* ``raw``: a preallocated file, direct I/O, one write per page, one fdatasync per group;
+* ``raw``: a preallocated file, direct I/O, a write per page, one fdatasync per group;
 * ``slabs``: ``LmdbStore`` (slab files beside an LMDB index);
 * ``values``: payloads as LMDB values, one synchronous transaction per group.
 
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +27,7 @@ import lmdb
 import numpy as np
 import xxhash
 
-from benchmarks.harness import Result, summarise
+from benchmarks.harness import Param, Result, summarise
 from kvtier.seams import Read, Record
 from kvtier.stores import LmdbStore
 from kvtier.stores.index import Counters
@@ -44,8 +44,8 @@ def run(quick: bool, where: str | None = None) -> list[Result]:
     results: list[Result] = []
     with _directory(where) as root:
         for size, label in SIZES.items():
-            total = (96 if quick else 512) << 20
-            results += _payload(root, size, label, total, repeats=3 if quick else 7)
+            groups = min(((128 if quick else 1024) << 20) // (size * GROUP), 12 if quick else 60)
+            results += _payload(root, size, label, max(groups, 4))
         results += _checksum(4 << 20)
         results += _codec(quick)
         results += _opening(root, 100_000 if quick else 1_000_000)
@@ -64,7 +64,7 @@ def _directory(where: str | None) -> Iterator[str]:
 class _Pages:
     """Pages of random bytes in page-aligned memory, and as many frames to read into."""
 
-    def __init__(self, size: int, count: int) -> None:
+    def __init__(self, size: int, groups: int) -> None:
         memory = memoryview(mmap.mmap(-1, size * GROUP))
         memory[:] = np.random.default_rng(0).bytes(size * GROUP)
         self.sources = [memory[i * size : (i + 1) * size] for i in range(GROUP)]
@@ -73,7 +73,7 @@ class _Pages:
         self.targets = [target[i * size : (i + 1) * size] for i in range(GROUP)]
         self.checks = [xxhash.xxh3_128_digest(view) for view in self.sources]
         self.size = size
-        self.groups = max(count // GROUP, 2)
+        self.groups = groups
 
     def key(self, group: int, i: int) -> bytes:
         return xxhash.xxh3_128_digest(b"%d/%d" % (group, i))
@@ -99,6 +99,9 @@ class _Raw:
 
     def _read(self, at: int, i: int) -> None:
         os.preadv(self.fd, [self.pages.targets[i]], at * self.pages.size)
+
+    def forget(self, group: int) -> None:
+        """Written over in place."""
 
     def close(self) -> None:
         self.pool.shutdown()
@@ -136,10 +139,8 @@ class _Slabs:
         self.store.put_group(records)
 
     def read(self, group: int) -> None:
-        parts = [range(at, GROUP, self.depth) for at in range(self.depth)]
-        if self.depth > 1:  # each thread takes neighbours, as the cache's own threads do
-            step = GROUP // self.depth
-            parts = [range(at, at + step) for at in range(0, GROUP, step)]
+        step = GROUP // self.depth  # each thread takes neighbours, as the cache's threads do
+        parts = [range(at, at + step) for at in range(0, GROUP, step)]
         done = list(self.pool.map(lambda part: self._read(group, part), parts))
         assert all(done), "a page came back damaged"
 
@@ -156,6 +157,9 @@ class _Slabs:
             for i in part
         ]
         return all(self.store.read_into(reads))
+
+    def forget(self, group: int) -> None:
+        self.store.delete([self.pages.key(group, i) for i in range(GROUP)])
 
     def close(self) -> None:
         self.pool.shutdown()
@@ -179,63 +183,82 @@ class _Values:
 
     def _read(self, group: int, i: int) -> None:
         with self.env.begin(buffers=True) as txn:
-            self.pages.targets[i][:] = txn.get(self.pages.key(group, i))
+            data = txn.get(self.pages.key(group, i))
+            assert data is not None, "a page is missing"
+            self.pages.targets[i][:] = memoryview(data)
+
+    def forget(self, group: int) -> None:
+        """Written over in place."""
 
     def close(self) -> None:
         self.pool.shutdown()
         self.env.close()
 
 
-_CONTENDERS: dict[str, Callable[[str, _Pages, int], "_Raw | _Slabs | _Values"]] = {
+_Contender = _Raw | _Slabs | _Values
+_CONTENDERS: dict[str, Callable[[str, _Pages, int], _Contender]] = {
     "raw": _Raw,
     "slabs": _Slabs,
     "values": _Values,
 }
 
 
-def _payload(root: str, size: int, label: str, total: int, repeats: int) -> list[Result]:
-    """Write and read rates, the contenders taking turns group by group of repeats."""
+def _payload(root: str, size: int, label: str, groups: int) -> list[Result]:
+    """Write and read rates; the contenders take turns, group by group, so that what the machine
+    does besides falls on all of them alike."""
     results = []
     for depth in (1, 4):
-        pages = _Pages(size, total // size // repeats)
-        writes: dict[str, list[float]] = {name: [] for name in _CONTENDERS}
-        reads: dict[str, list[float]] = {name: [] for name in _CONTENDERS}
-        commits: list[float] = []
-        for turn in range(repeats):
-            for name, make in _CONTENDERS.items():
-                path = os.path.join(root, f"{name}-{size}-{depth}-{turn}")
-                contender = make(path, pages, depth)
-                moved = pages.groups * GROUP * size
-                began = time.perf_counter()
-                for group in range(pages.groups):
-                    at = time.perf_counter()
-                    contender.write(group)
-                    if name == "slabs":
-                        commits.append((time.perf_counter() - at) * 1e3)
-                writes[name].append(moved / (time.perf_counter() - began) / 1e9)
-                _forget_cached(path)
-                began = time.perf_counter()
-                for group in range(pages.groups):
-                    contender.read(group)
-                reads[name].append(moved / (time.perf_counter() - began) / 1e9)
-                contender.close()
-                shutil.rmtree(path, ignore_errors=True)
-                for leftover in Path(root).glob(f"{name}-{size}*"):
-                    leftover.unlink()
-        for what, rates in (("store_write", writes), ("store_read", reads)):
-            base = float(np.median(rates["raw"]))
-            for name, samples in rates.items():
-                params = {"page": label, "place": name, "depth": depth}
-                result = summarise(what, samples, unit="GB/s", params=params)
-                results.append(result if name == "raw" else result.against(base))
-        params = {"page": label, "pages": GROUP, "depth": depth}
-        results.append(summarise("store_group_ms", commits, unit="ms", params=params))
+        pages = _Pages(size, groups)
+        paths = {name: os.path.join(root, f"{name}-{size}-{depth}") for name in _CONTENDERS}
+        contenders = {name: make(paths[name], pages, depth) for name, make in _CONTENDERS.items()}
+        for what in ("first", "again"):  # the second time, space that was used before
+            rates = _in_turn(contenders, groups, pages, "write")
+            results += _compare("store_write", rates, page=label, depth=depth, space=what)
+            if what == "first":
+                for group in range(groups):
+                    for contender in contenders.values():
+                        contender.forget(group)
+        _forget_cached(root)
+        contenders["values"].close()  # what is mapped cannot be dropped from memory
+        _forget_cached(root)
+        contenders["values"] = _Values(paths["values"], pages, depth)
+        rates = _in_turn(contenders, groups, pages, "read")
+        results += _compare("store_read", rates, page=label, depth=depth)
+        for name, contender in contenders.items():
+            contender.close()
+            shutil.rmtree(paths[name], ignore_errors=True)
+        for leftover in Path(root).glob(f"*-{size}-*"):
+            leftover.unlink()
     return results
 
 
-def _forget_cached(path: str) -> None:
-    """Let the kernel drop the file's pages, so that reads come from the medium."""
-    for where, _, files in os.walk(path) if os.path.isdir(path) else [("", [], [path])]:
+def _in_turn(
+    contenders: Mapping[str, _Contender], groups: int, pages: _Pages, verb: str
+) -> dict[str, list[float]]:
+    """GB/s of each group, of each contender."""
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for group in range(groups):
+        for name in names[group % len(names) :] + names[: group % len(names)]:
+            move = getattr(contenders[name], verb)
+            began = time.perf_counter()
+            move(group)
+            rates[name].append(pages.size * GROUP / (time.perf_counter() - began) / 1e9)
+    return rates
+
+
+def _compare(what: str, rates: Mapping[str, list[float]], **params: Param) -> list[Result]:
+    base = float(np.median(rates["raw"]))
+    found = []
+    for name, samples in rates.items():
+        result = summarise(what, samples, unit="GB/s", params={**params, "place": name})
+        found.append(result if name == "raw" else result.against(base))
+    return found
+
+
+def _forget_cached(root: str) -> None:
+    """Let the kernel drop the files' pages, so that reads come from the medium."""
+    for where, _, files in os.walk(root):
         for name in files:
             fd = os.open(os.path.join(where, name), os.O_RDONLY)
             os.fdatasync(fd)
@@ -282,7 +305,9 @@ def _codec(quick: bool) -> list[Result]:
             results += [
                 summarise("zstd_pack", packing, unit="GB/s", params=params),
                 summarise("zstd_unpack", unpacking, unit="GB/s", params=params),
-                summarise("zstd_size", [100 * len(packed) / len(data)], unit="% of raw", params=params),
+                summarise(
+                    "zstd_size", [100 * len(packed) / len(data)], unit="% of raw", params=params
+                ),
             ]
     return results
 
@@ -315,7 +340,9 @@ def _opening(root: str, count: int) -> list[Result]:
             samples.append(seconds)
         # The first open after a change of mode follows the other kind of end.
         results.append(
-            summarise("store_open_s", samples[1:], unit="s", params={"pages": count, "after": after})
+            summarise(
+                "store_open_s", samples[1:], unit="s", params={"pages": count, "after": after}
+            )
         )
     return results
 

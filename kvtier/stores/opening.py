@@ -176,12 +176,14 @@ def _fit(index: Index, capacity: int) -> tuple[SlotMap, npt.NDArray[np.void]]:
         doomed += [bytes(key) for key in rows["key"][out]]
         slots.mark(rows["slot"][rows["slot"] < capacity])
         parts.append(entries_of(rows))
+    others: list[int] = []
     for key, rest in index.more():
         if rest is None:
             raise StoreError(f"{index.path}: a list of slots fails its check")
         if max(rest) >= capacity:
             doomed.append(key)
-        slots.mark([slot for slot in rest if slot < capacity])
+        others += [slot for slot in rest if slot < capacity]
+    slots.mark(others)
     if not doomed:
         return slots, np.concatenate(parts) if parts else np.empty(0, ENTRY)
     drop(index, doomed)

@@ -1,9 +1,9 @@
 """The look at an index that may be damaged, in a process that may die of it.
 
 LMDB's pages carry no checksum, and a flipped bit in one can end the process that follows it.  So
-after an unclean close a child (``python -m kvtier.stores.scan INDEX STORE [COPY]``) reads every
-row, compares it with its own check and with the others, and writes a fresh compact copy; only the
-copy is ever used for writing.  Prints one JSON object; exit status 0 sound, 3 not, 4 newer format.
+after an unclean close a child process (arguments: INDEX STORE [COPY]) reads every row, compares it
+with its own check and with the others, and writes a fresh compact copy; only the copy is ever used
+for writing.  Prints one JSON object; exit status 0 sound, 3 not, 4 newer format.
 """
 
 import json
@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -27,6 +28,16 @@ __all__ = ["NEWER", "SOUND", "UNSOUND", "Verdict", "inspect", "inspect_in_child"
 
 SOUND, UNSOUND, NEWER = 0, 3, 4
 TIMEOUT_S = 600.0
+
+_CHILD = """
+import sys, types
+for name, path in ("kvtier", sys.argv[1]), ("kvtier.stores", sys.argv[1] + "/stores"):
+    sys.modules[name] = module = types.ModuleType(name)
+    module.__path__ = [path]
+from kvtier.stores.scan import main
+sys.exit(main(sys.argv[2:]))
+"""
+"""Loads this module and what it needs, not the whole package: opening waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +59,8 @@ def inspect_in_child(index: str, store: bytes, copy: str | None = None) -> Verdi
     Never raises for what is in the file: a child that crashes, hangs or cannot start means
     UNSOUND.
     """
-    command = [sys.executable, "-m", "kvtier.stores.scan", index, store.hex()]
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    command = [sys.executable, "-c", _CHILD, package, index, store.hex()]
     if copy is not None:
         command.append(copy)
     path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -73,31 +85,29 @@ def inspect(index: str, store: bytes, copy: str | None = None) -> Verdict:
     """The inspection itself; may crash the process when the file is damaged."""
     size = os.stat(index).st_size
     try:
-        if copy is not None:
-            _copy(index, copy, size)
-            index = copy
         env = open_env(index, size, readonly=True, lock=False)
         try:
-            return _read(env, store)
+            with ThreadPoolExecutor(1) as pool:
+                copying = pool.submit(_copy, env, copy) if copy is not None else None
+                verdict = _read(env, store)
+                if copying is not None:
+                    copying.result()
+            return verdict
         finally:
             env.close()
     except (lmdb.Error, OSError, ValueError, KeyError, TypeError) as error:
         return Verdict(UNSOUND, f"{type(error).__name__}: {error}")
 
 
-def _copy(index: str, copy: str, size: int) -> None:
+def _copy(env: Any, copy: str) -> None:
     """A copy of the tree alone: compacting walks every page, and leaves the list of free pages
     behind, which nothing could check."""
-    env = open_env(index, size, readonly=True, lock=False)
+    fd = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
     try:
-        fd = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
-        try:
-            env.copyfd(fd, compact=True)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        env.copyfd(fd, compact=True)
+        os.fsync(fd)
     finally:
-        env.close()
+        os.close(fd)
 
 
 def _read(env: Any, store: bytes) -> Verdict:
@@ -144,6 +154,7 @@ def _column(txn: Any, rows_db: Any, expected: int, size: int, *, values: bool) -
 
 
 def main(argv: list[str]) -> int:
+    """What the child runs."""
     index, store, *copy = argv
     # A damaged tree may be endless: the copy may not outgrow the original, nor take for ever.
     size = os.stat(index).st_size
@@ -153,7 +164,3 @@ def main(argv: list[str]) -> int:
     verdict = inspect(index, bytes.fromhex(store), *copy)
     sys.stdout.write(verdict.detail + "\n")
     return verdict.status
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
