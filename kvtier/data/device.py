@@ -13,7 +13,7 @@ from kvtier.errors import ConfigError
 from kvtier.kernels.pack import Sections
 from kvtier.layouts.base import Component, Layout, Share
 
-__all__ = ["DevicePool"]
+__all__ = ["DevicePool", "Spans"]
 
 Spans = list[torch.Tensor | int]
 

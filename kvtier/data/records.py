@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.core.ops import Kind, Part
-from kvtier.data.device import DevicePool
+from kvtier.data.device import DevicePool, Spans
 from kvtier.data.host import HostArena
 from kvtier.data.staging import Staging
 from kvtier.data.streams import Event, Fences, Lane, Streams
@@ -150,17 +150,23 @@ class Loader:
         if not targets:
             return
         with self._streams.on(Lane.LOAD, fences):
-            pages = [i for i in targets if parts[i].kind is Kind.HISTORY]
+            pages = [
+                i
+                for i in targets
+                if parts[i].kind is Kind.HISTORY and parts[i].source is not Tier.GPU
+            ]
             for arena in {id(places[i][0]): places[i][0] for i in pages}.values():
                 here = [i for i in pages if places[i][0] is arena]
                 self._unpack(
                     [parts[i].dst[0] for i in here], arena, [places[i][1][0] for i in here]
                 )
-            for i in targets:
+            for i in sorted(set(targets) - set(pages)):
                 part, (arena, frames) = parts[i], places[i]
-                if part.kind is not Kind.HISTORY:
-                    tail = self._pool.spans(part.kind, part.dst, live=is_live(part, source=False))
-                    copy_spans(list(arena.spans(frames)), tail)
+                record: Spans = [*arena.spans(frames)]
+                if part.source is Tier.GPU:  # a checkpoint that is still on the device
+                    record = self._pool.spans(part.kind, part.src, live=is_live(part, source=True))
+                target = self._pool.spans(part.kind, part.dst, live=is_live(part, source=False))
+                copy_spans(record, target)
         self._streams.mark(Lane.LOAD).synchronize()
 
     def close(self) -> None:
@@ -171,7 +177,9 @@ class Loader:
         places: list[Place] = []
         used = 0
         for part in parts:
-            if part.source is Tier.CPU:
+            if part.source is Tier.GPU:  # nothing of it passes through the host
+                places.append((self._host, ()))
+            elif part.source is Tier.CPU:
                 places.append((self._host, part.src))
             elif part.target is Tier.CPU:
                 places.append((self._host, part.dst))

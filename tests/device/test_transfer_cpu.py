@@ -481,6 +481,22 @@ def test_tails_through_checkpoint_frames_host_and_disk(device: str) -> None:
         assert set(p.pool.checkpoints[0].tolist()) == {255}
 
 
+def test_a_restore_may_begin_on_the_device() -> None:
+    """Pages from the host, and the checkpoint from its device frame, in one op."""
+    with plane(TAILED, TAILED_GEOMETRY) as p:
+        held, page = fill_tail(p, (1, 4, 7), seed=8), p.page(0)
+        capture = Part(Kind.CHECKPOINT, GPU, (1, 4, 7), GPU, (2,), live_src=True)
+        p.start(OpKind.COPY, capture).wait()
+        p.start(OpKind.PACK, down(0, 6)).wait()
+        p.poison_pages([0])
+        back = Part(Kind.CHECKPOINT, GPU, (2,), GPU, (0, 1, 2), live_dst=True)
+        copy = Part(Kind.HISTORY, GPU, (8,), GPU, (9,))
+        assert p.start(OpKind.RESTORE, up(6, 0), back, copy).delivered == 3
+        assert tail(p, (0, 1, 2)) == held
+        assert p.page(0) == page
+        assert p.page(9) == p.page(8)
+
+
 def test_checkpoints_near_the_start_hold_fewer_window_pages() -> None:
     """The record has its full size in every tier; the live tail takes the pages it lists."""
     with plane(TAILED, TAILED_GEOMETRY) as p:
