@@ -152,6 +152,7 @@ class DiskTable:
         self, key: bytes, parent: int, root_key: bytes, depth: int, frames: int, tick: int
     ) -> int:
         """A new row; the caller has made room.  It is busy until released."""
+        root = int(self.root[parent]) if parent >= 0 else self._intern(root_key)
         row = self._free.pop() if self._free else self._next
         if row == self._next:
             if row >= self._size:
@@ -160,11 +161,9 @@ class DiskTable:
         self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
         self.parent[row], self.depth[row], self.frames[row] = parent, depth, frames
         self.tick[row], self.kids[row], self.live[row], self.busy[row] = tick, 0, 1, 0
+        self.root[row] = root
         if parent >= 0:
             self.kids[parent] += 1
-            self.root[row] = self.root[parent]
-        else:
-            self.root[row] = self._intern(root_key)
         self.used += frames
         self.rows += 1
         slot = int.from_bytes(key[:8], "little") & self._mask
@@ -220,12 +219,14 @@ class DiskTable:
 
     def below(self, row: int) -> list[int]:
         """Rows that need this one, deepest first."""
-        out: list[int] = []
-        level = np.array([row])
         rows = self.all_rows()
+        rows = rows[np.argsort(self.parent[rows], kind="stable")]
+        parents = self.parent[rows]  # sorted: the children of a row lie side by side
+        out, level = [], np.array([row])
         while len(level):
-            level = rows[np.isin(self.parent[rows], level)]
-            out.extend(int(r) for r in level)
+            first, last = (np.searchsorted(parents, level, side=s) for s in ("left", "right"))
+            level = np.concatenate([rows[a:b] for a, b in zip(first, last, strict=True)])
+            out.extend(level.tolist())
         return out[::-1]
 
     # ------------------------------------------------------------------ eviction
