@@ -32,7 +32,7 @@ class Lower:
         """Pages not kept in a lower tier."""
 
     # ------------------------------------------------------------------ device -> host
-    def pack(self, paths: Iterable[Sequence[Node]]) -> list[Op]:
+    def pack(self, paths: Iterable[Sequence[Node]], *, must: bool = False) -> list[Op]:
         """One PACK for whatever of these paths is on the device but not on the host."""
         if not self.geometry.cpu_frames:
             return []
@@ -42,7 +42,7 @@ class Lower:
             self._pack_pages(path, op_id, moves)
             if self.geometry.has_tails:
                 self._pack_checkpoints(path, op_id, moves)
-        return [self.operations.start(op_id, OpKind.PACK, moves)] if moves else []
+        return [self.operations.start(op_id, OpKind.PACK, moves, must=must)] if moves else []
 
     def _pack_pages(self, path: Sequence[Node], op_id: int, moves: list[Move]) -> None:
         first = len(path)

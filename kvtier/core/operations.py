@@ -92,8 +92,16 @@ class Operations:
         self.last_id += 1
         return self.last_id
 
-    def start(self, op_id: int, kind: OpKind, moves: Sequence[Move], tokens: int = 0) -> Op:
-        op = Op(op_id, kind, tuple(m.part for m in moves), tokens)
+    def start(
+        self,
+        op_id: int,
+        kind: OpKind,
+        moves: Sequence[Move],
+        tokens: int = 0,
+        *,
+        must: bool = False,
+    ) -> Op:
+        op = Op(op_id, kind, tuple(m.part for m in moves), tokens, must)
         for m in moves:
             if m.source is not None:
                 self.residency.use(m.source)

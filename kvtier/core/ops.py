@@ -26,7 +26,7 @@ class OpKind(Enum):
     """What is to be done with every part of an op."""
 
     PACK = "pack"  # device -> host
-    RESTORE = "restore"  # host or disk -> device (or -> host only: a prefetch)
+    RESTORE = "restore"  # any tier -> device (or -> host only: a prefetch)
     STORE = "store"  # host -> disk: one transaction, parents first
     COPY = "copy"  # device -> device, in stream order
     CLEAR = "clear"  # a private tail back to "no tokens seen", in stream order
@@ -73,3 +73,5 @@ class Op:
     parts: tuple[Part, ...]
     tokens: int = 0
     """COPY of a partial page: how many tokens of it are valid."""
+    must: bool = False
+    """PACK of a paused lease: wait for staging, whatever the policy for a full one says."""

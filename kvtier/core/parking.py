@@ -35,7 +35,7 @@ class Parking:
         parked = rec.parked = Parked(rec.length, list(rec.nodes))
         self.residency.keep(parked.nodes, 1)
         rec.state = LeaseState.RESTORING
-        ops = self.lower.pack([rec.nodes])
+        ops = self.lower.pack([rec.nodes], must=True)
         rec.waits |= {op.id for op in ops if op.kind is OpKind.PACK}
         op = self._park(rec, parked)
         if op is not None:
@@ -75,7 +75,7 @@ class Parking:
             )
             moves.append(Move(part, None, (parked.tail,), tail_src=tail))
         parked.op_id = op_id
-        return self.operations.start(op_id, OpKind.PACK, moves)
+        return self.operations.start(op_id, OpKind.PACK, moves, must=True)
 
     def _host_copy(self, frames: int, writer: int) -> Copy:
         """A host copy that belongs to a lease and to no node."""

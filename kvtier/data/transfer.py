@@ -143,7 +143,9 @@ class DeviceTransfer:
         After ``close`` an op ends at once with CacheClosed, except those that completions of
         earlier ops ask for.
         """
-        deadline = None if self._wait_s is None else time.monotonic() + self._wait_s
+        deadline = None
+        if self._wait_s is not None and not op.must:
+            deadline = time.monotonic() + self._wait_s
         job = Job(
             op,
             packed=packed,
@@ -188,7 +190,8 @@ class DeviceTransfer:
 
     def _start_pack(self, job: Job) -> None:
         frames = sum(len(part.dst) for part in job.op.parts)
-        if not self._staging.admit(frames, always=job.deadline is not None):
+        waits = job.op.must or job.deadline is not None
+        if not self._staging.admit(frames, always=waits):
             job.cut(0)
             job.end_share()
             return

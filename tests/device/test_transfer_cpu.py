@@ -153,8 +153,9 @@ class Plane:
         *parts: Part,
         packed: Callable[[], None] = lambda: None,
         done: Callable[[], None] = lambda: None,
+        must: bool = False,
     ) -> End:
-        end = End(Op(next(self.ids), kind, parts))
+        end = End(Op(next(self.ids), kind, parts, must=must))
         self.ends.append(end)
 
         def on_packed() -> None:
@@ -695,6 +696,21 @@ def test_full_staging_skips() -> None:
         deadline = time.monotonic() + 5
         while p.start(OpKind.PACK, down(1, 1)).delivered == 0:  # the slot comes back
             assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("on_full", ["skip", "wait"])
+def test_what_must_go_down_is_never_skipped(on_full: str) -> None:
+    with plane(staging_bytes=PLAIN.frame_bytes(), on_full=on_full, wait_s=0.05) as p:
+        want, gate = p.page(1), blocked(p)
+        first = p.start(OpKind.PACK, down(0, 0))
+        second = p.start(OpKind.PACK, down(1, 1), must=True)
+        time.sleep(0.2)
+        assert not first.over.is_set()
+        assert not second.over.is_set()
+        gate.set()
+        assert (first.delivered, second.delivered) == (1, 1)
+        p.start(OpKind.RESTORE, up(1, 2)).wait()
+        assert p.page(2) == want
 
 
 def test_full_staging_waits_for_its_turn() -> None:
