@@ -352,6 +352,20 @@ class TestContext:
         assert torch.equal(inner[0], native)
         torch.testing.assert_close(outer, expected, atol=LOGITS, rtol=0)
 
+    def test_a_layer_called_twice_in_a_step_is_an_error(self) -> None:
+        """A shared or recomputed layer would write and read rows that are not its own."""
+        model = tiny_model("v3")
+        cache = cache_for(model)
+
+        def again(module: Any, args: Any, kwargs: Any) -> None:
+            attention(model, 0)(*args, **kwargs)
+
+        with attach(model, cache) as adapter:
+            hook = attention(model, 1).register_forward_pre_hook(again, with_kwargs=True)
+            with pytest.raises(RuntimeError, match="layer 0 was called twice"):
+                adapter(cache.step((FakeSequence(), TOKENS)))
+            hook.remove()
+
     def test_a_step_inside_a_step(self) -> None:
         """Of the same adapter and of another one: each sees its own metadata."""
         model, draft = tiny_model("v3", seed=1), tiny_model("v2", seed=2)
@@ -479,6 +493,16 @@ def parametrize(module: Any) -> None:
     nn.utils.parametrize.register_parametrization(module.kv_b_proj, "weight", Double())
 
 
+def subclass(module: Any) -> None:
+    """What quantised linear layers look like: a Linear by type, another one by what it computes."""
+
+    class Rounded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 0.75
+
+    module.kv_b_proj.__class__ = Rounded
+
+
 def update_in_place(module: Any) -> None:
     with torch.no_grad():
         module.kv_b_proj.weight.mul_(-0.5)
@@ -499,6 +523,7 @@ class TestProjection:
             (add_bias, False),
             (override, False),
             (parametrize, False),
+            (subclass, False),
             (update_in_place, True),
             (new_parameter, True),
         ],

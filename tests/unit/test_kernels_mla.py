@@ -138,6 +138,16 @@ class TestWorkspaceRows:
         rows = workspace_rows("512MiB", self.dims, 2, 64)
         assert rows * 128 * 320 * 2 <= 512 << 20
 
+    @pytest.mark.parametrize("width", [2, 4])
+    def test_counts_every_copy_that_is_made(self, width: int) -> None:
+        gathered, projected, keys, values = 576, 128 * 256, 128 * 192, 128 * 128
+        row = width * (gathered + projected + keys + values)
+        row += 2 * 256 * 128 * 4  # scores and weights of 256 queries, float32
+        if width < 4:
+            row += 4 * (keys + values)  # widened for the arithmetic
+        assert workspace_rows(row * 64 * 3, self.dims, width, 64) == 64 * 3
+        assert workspace_rows(row * 64 * 3 - 1, self.dims, width, 64) == 64 * 2
+
     @pytest.mark.parametrize("size", [0, 100_000, "1MiB"])
     def test_less_than_a_page_is_refused(self, size: int | str) -> None:
         with pytest.raises(ConfigError, match="workspace_bytes"):
