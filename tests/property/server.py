@@ -57,7 +57,7 @@ class FakeServer:
         """Committed by leases that write, and not cleared since."""
         self.published: set[Page] = set()
         """Page-aligned prefixes that may be in the tree."""
-        self.epoch = 0
+        self.epoch = self.life = 0
         self.now = 0.0
         self.boot()
 
@@ -334,13 +334,8 @@ class FakeServer:
         self.drain()
 
     def restart(self) -> None:
-        """The process dies wherever it is; a new one opens what the disk has."""
-        for rec in self.core.leases.values():
-            rec.state = LeaseState.RELEASED  # handles of a process that is gone
-        for pin in self.core.pins:
-            pin.closed = True
-        for pre in self.core.prefetches.values():
-            pre.done = True
+        """The process dies wherever it is, handles and all; a new one opens what the disk has."""
+        self.life += 1
         self.boot()
         REACHED["restarted with pages on disk"] += bool(self.disk.records)
 

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 
 from kvtier.config import Adaptive, Dense, Sparse
 from kvtier.core.geometry import Geometry
-from kvtier.core.keys import chain_root
+from kvtier.core.keys import chain_root, page_key
 from kvtier.core.leases import LeaseRecord, PinRecord, PrefetchRecord
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import OpKind
@@ -464,23 +464,25 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
 
     @precondition(lambda self: self.ever)
     @rule(target=prefetches, data=st.data(), cold=st.booleans())
-    def prefetch(self, data: Any, cold: bool) -> PrefetchRecord:
+    def prefetch(self, data: Any, cold: bool) -> tuple[int, PrefetchRecord]:
         if cold:
             self.cold(Tier.GPU, Tier.CPU)
         who, tokens, placed = self.known(data)
         rec, ops = self.core.prefetch(packed(tokens), who, placed)
         REACHED["prefetch in flight"] += not rec.done
         self.run(ops)
-        return rec
+        return self.life, rec
 
-    @rule(rec=prefetches)
-    def cancel_prefetch(self, rec: PrefetchRecord) -> None:
-        REACHED["prefetch cancelled"] += not rec.done
-        self.run(self.core.cancel_prefetch(rec))
+    @rule(made=prefetches)
+    def cancel_prefetch(self, made: tuple[int, PrefetchRecord]) -> None:
+        life, rec = made
+        if life == self.life:
+            REACHED["prefetch cancelled"] += not rec.done
+            self.run(self.core.cancel_prefetch(rec))
 
     @precondition(lambda self: self.ever)
     @rule(target=pinned, data=st.data(), evict=st.booleans())
-    def pin(self, data: Any, evict: bool) -> PinRecord:
+    def pin(self, data: Any, evict: bool) -> tuple[int, PinRecord]:
         who, tokens, placed = self.known(data)
         rec = self.core.pin(packed(tokens), who, placed)
         if evict:  # whatever is asked for, pinned pages stay in some tier
@@ -488,11 +490,13 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
                 self.run(self.core.evict(tier, 99)[1])
             assert self.core.match(packed(tokens), who, placed).history_tokens >= rec.tokens
             REACHED["pinned and evicted"] += rec.tokens > 0
-        return rec
+        return self.life, rec
 
-    @rule(rec=pinned)
-    def unpin(self, rec: PinRecord) -> None:
-        self.run(self.core.unpin(rec))
+    @rule(made=pinned)
+    def unpin(self, made: tuple[int, PinRecord]) -> None:
+        life, rec = made
+        if life == self.life:
+            self.run(self.core.unpin(rec))
 
     @precondition(lambda self: self.geometry.disk_frames)
     @rule(sure=st.integers(0, 4), data=st.data())
@@ -511,13 +515,13 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
     def check_found(self, who: Identity, tokens: tuple[int, ...]) -> None:
         """A cold core knows exactly what a walk over the records finds."""
         page, records = self.geometry.page_tokens, self.disk.records
-        by_parent = {(r[0], r[4]): key for key, r in records.items() if not r[3]}
-        key: bytes | None = chain_root(b"c" * 16, who)
-        count = 0
+        key, count = chain_root(b"c" * 16, who), 0
         for at in range(0, (len(tokens) - 1) // page * page, page):
-            key = by_parent.get((key or b"", packed(tokens[at : at + page]).data))
-            if key is None:
+            above, own = key, packed(tokens[at : at + page]).data
+            key = page_key(above, own)
+            if key not in records:
                 break
+            assert records[key][0] == above and records[key][4] == own
             count += 1
         found = self.core.match(packed(tokens), who)
         assert found.history_tokens == count * page
