@@ -117,6 +117,21 @@ def test_unknown_fields_are_refused_by_name(field: str, value: Any) -> None:
         layout_for(SimpleNamespace(**fields))
 
 
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "later"])
+def test_rope_that_changes_with_length_is_refused(rope_type: str) -> None:
+    config = SimpleNamespace(
+        **{
+            **config_of("v3").to_dict(),
+            "model_type": "deepseek_v3",
+            "rope_parameters": {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0},
+        }
+    )
+    with pytest.raises(UnsupportedModel, match=f"rope_type '{rope_type}'"):
+        layout_for(config)
+    config.rope_parameters = None
+    assert layout_for(config) == layout_for(config_of("v3"))
+
+
 def test_a_configuration_without_any_known_field() -> None:
     with pytest.raises(UnsupportedModel, match="model_type"):
         layout_for(object())

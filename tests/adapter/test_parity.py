@@ -87,6 +87,31 @@ def test_either_form_alone(max_absorbed: int) -> None:
         assert adapter.report.forms == {form: 1}
 
 
+def test_projections_with_biases() -> None:
+    model = tiny_model("v3", attention_bias=True)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.uniform_(-0.5, 0.5)
+    cache = cache_for(model)
+    with attach(model, cache, max_absorbed=3) as adapter:
+        assert worst_error(adapter, cache, two_streams()) <= LOGITS
+
+
+def test_inference_mode_and_back() -> None:
+    """Pages written under inference mode are read and written outside it, and the other way."""
+    model = tiny_model("v3")
+    tokens = random_tokens(9)
+    expected = full_logits(model, tokens)
+    cache, seq = cache_for(model), FakeSequence()
+    with attach(model, cache) as adapter:
+        for i, token in enumerate(tokens):
+            step = cache.step((seq, [token]))
+            with torch.inference_mode(i % 2 == 0):
+                logits = adapter(step)
+            step.commit()
+            torch.testing.assert_close(logits[0], expected[i], atol=LOGITS, rtol=0)
+
+
 def test_context_longer_than_the_workspace() -> None:
     """AT-2.6 in little: 45 rows of context in parts of 4."""
     model = tiny_model("v3")

@@ -45,7 +45,8 @@ class StepReport:
     layers: int
     """Layers that wrote their rows and read their pages."""
     forms: Mapping[str, int] = field(default_factory=dict)
-    """"absorbed" | "materialised" -> sequences, padding included."""
+    """"absorbed" | "materialised" -> sequences that took it in the first layer, padding included.
+    Another layer differs only where its up-projection cannot be absorbed."""
     backends: Mapping[str, str] = field(default_factory=dict)
     """Operation -> backend that ran it."""
 
@@ -76,7 +77,7 @@ def attach(
     first = layers[0].module
     dtype = cast(nn.Module, first.kv_a_layernorm).weight.dtype
     assert isinstance(dtype, torch.dtype)
-    check_layout(cache.layout, config, dtype)
+    _check_layout(cache.layout, config, dtype)
     rotations = [structure.rotation_of(layer.module, config) for layer in layers]
     order = structure.written_order(model, rotations[0], dims.rope)
     if order != cache.layout.meta["rope_layout"] and dims.rope > 2:
@@ -266,7 +267,7 @@ class _Override:
         return getattr, (self.module, "forward")
 
 
-def check_layout(layout: Layout, config: Any, dtype: torch.dtype) -> None:
+def _check_layout(layout: Layout, config: Any, dtype: torch.dtype) -> None:
     """Raises LayoutMismatch naming the first field in which ``layout`` is not this model's."""
     wanted = layout_for(config, page_tokens=layout.page_tokens, dtype=dtype)
     if layout.name != wanted.name:

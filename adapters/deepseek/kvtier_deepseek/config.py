@@ -18,6 +18,9 @@ __all__ = ["head_dims", "layout_for"]
 PAGE_TOKENS = 64
 RECORDS = ("dense",)
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Those whose rotation of a position never changes.  Others ("dynamic", "longrope") depend on the
+longest sequence seen so far: a cached key would not be a function of its prefix."""
 
 
 def layout_for(
@@ -39,6 +42,7 @@ def layout_for(
     if record not in (None, *RECORDS):
         raise UnsupportedModel(f"record {record!r} is not one of {RECORDS} for {model_type}")
     _refuse_windows(config)
+    _refuse_changing_rope(config)
     dims = head_dims(config)
     return mla(
         layers=_size(config, "num_hidden_layers"),
@@ -86,6 +90,13 @@ def _refuse_windows(config: Any) -> None:
     kinds = getattr(config, "layer_types", None)
     if kinds and set(kinds) != {"full_attention"}:
         raise UnsupportedModel(f"layer_types {sorted(set(kinds))} has more than full_attention")
+
+
+def _refuse_changing_rope(config: Any) -> None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModel(f"rope_type {rope_type!r} is not one of {ROPE_TYPES}")
 
 
 def _dtype_name(config: Any, dtype: torch.dtype | str | None) -> str:
