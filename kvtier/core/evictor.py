@@ -69,13 +69,13 @@ class Evictor:
         for copy in victims:
             node = copy.node
             assert node is not None and node.parent is not None
-            if (
-                copy.slot != slot
-                or node.copies[slot + CHECKPOINT]
-                or self.residency.events is not None
-            ):
+            if copy.slot != slot or node.copies[slot + CHECKPOINT]:
+                if copy.slot == slot and sum(c is not None for c in node.copies[:CHECKPOINT]) == 1:
+                    ghosts.append(node.page(stride)[:GHOST_BYTES])
                 self.residency.detach(copy)
                 continue
+            if self.residency.events is not None:
+                self.residency.note("removed", self.residency.digest(node), slot)
             if above is not None and above is not node:
                 self._fell_free(above, slot)
             above = node.parent
@@ -98,9 +98,10 @@ class Evictor:
                     self.residency.tree.shrunk(run)
         if gone:
             self.residency.tree.num_nodes -= gone
-            self.residency.remember(ghosts)
             if above is not None and above.run is not None:
                 self.residency.tree.shrunk(above.run)
+        if ghosts:
+            self.residency.remember(ghosts)
         if frames:
             self.residency.pools[slot].give(frames)
         if above is not None:

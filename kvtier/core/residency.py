@@ -135,7 +135,7 @@ class Residency:
         if self.events is not None and copy.slot < CHECKPOINT:
             assert copy.node is not None
             if copy.node.run is not None:  # what arrives too late is nobody's news
-                self._event("stored", self.digest(copy.node), copy.tier)
+                self.note("stored", self.digest(copy.node), copy.tier)
         self.offer(copy)
         self._offer_above(copy.node, copy.slot)
 
@@ -165,7 +165,7 @@ class Residency:
     def _unlink(self, copy: Copy, node: Node) -> None:
         slot = copy.slot
         if self.events is not None and slot < CHECKPOINT and copy.ready:
-            self._event("removed", self.digest(node), copy.tier)
+            self.note("removed", self.digest(node), copy.tier)
         node.copies[slot] = None
         copy.node = None
         if slot < CHECKPOINT:
@@ -199,7 +199,7 @@ class Residency:
         """Forget a row whose page has no node."""
         assert self.disk is not None
         if self.events is not None and not self.disk.is_checkpoint(row):
-            self._event("removed", self.disk.key(row), DISK)
+            self.note("removed", self.disk.key(row), DISK)
         self.drops.append(self.disk.remove(row))
 
     def lose(self, copy: Copy) -> None:
@@ -330,7 +330,7 @@ class Residency:
                     assert n.parent is not None
                     n.parent.kids[GPU] -= 1  # a dead node's page is nobody's child
                     if self.events is not None and copy.ready:
-                        self._event("removed", n.digest, GPU)
+                        self.note("removed", n.digest, GPU)
                     continue
                 self._unlink(copy, n)
         if parent is not None and parent.depth and parent.run is not None:
@@ -441,7 +441,7 @@ class Residency:
                     self.offer(copy)
 
     # ------------------------------------------------------------------ events and checks
-    def _event(self, what: str, key: bytes, tier: int) -> None:
+    def note(self, what: str, key: bytes, tier: int) -> None:
         assert self.events is not None
         if self.events.maxlen is not None and len(self.events) == self.events.maxlen:
             self.events_dropped += 1

@@ -168,7 +168,7 @@ class Writing:
             rec.length = length = rec.length + n
             assert length <= rec.capacity, "I5: committing past the reserve"
             lengths[rec.row] = length
-            if length & inside < n:
+            if length & inside < n or (rec.spans and length // page > len(rec.nodes)):
                 filled.append(rec)
         fresh = [f for rec in filled if (f := self._publish(rec))]
         if self.geometry.has_tails:
