@@ -39,6 +39,10 @@ class FramePool:
             self._taken[f] = 0
             self._free.append(f)
 
+    def order(self) -> tuple[int, ...]:
+        """The free frames, those taken next last; for ``digest()``."""
+        return tuple(self._free)
+
     def taken(self) -> set[int]:
         """All taken frames; for ``check()``."""
         return {f for f, t in enumerate(self._taken) if t}

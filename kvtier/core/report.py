@@ -4,8 +4,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvtier.core.copies import CHECKPOINT, GPU, TIERS
+from kvtier.core.copies import CHECKPOINT, GPU, TIERS, Copy
 from kvtier.core.keys import check_spans, checkpoint_key, page_extras, page_key
+from kvtier.core.leases import LeaseRecord
 from kvtier.core.ops import OpKind
 from kvtier.core.restore import inside_span
 from kvtier.core.tree import Node
@@ -177,38 +178,52 @@ def pages(core: "CacheCore", identity: Identity | None) -> list[PageInfo]:
 def digest(core: "CacheCore") -> bytes:
     """16 bytes over the whole state: equal for equal histories of calls."""
     h = hashlib.blake2b(digest_size=16)
+    res = core.residency
     numbers: dict[Node, int] = {}
-    for who, root in core.residency.tree.roots.items():
-        h.update(repr(who).encode())
-        for n in core.residency.tree.iterate(root):
+    for who, root in res.tree.roots.items():
+        h.update(repr((who, root.pins)).encode())
+        for n in res.tree.iterate(root):
             numbers[n] = len(numbers)
-            state = [
-                None if c is None else (c.frames, c.ready, c.readers, c.writer, c.expendable)
-                for c in n.copies
-            ]
-            h.update(core.residency.digest(n))
-            h.update(repr((n.depth, n.pins, n.keeps, n.tick, n.hits, n.priority, state)).encode())
+            copies = [_copy_state(c) for c in n.copies]
+            used = (n.tick, n.hits, n.priority, n.expires)
+            h.update(res.digest(n))
+            h.update(repr((n.depth, n.pins, n.keeps, used, copies)).encode())
     for rec in core.leases.values():
         path = [numbers.get(n, -1) for n in rec.nodes]
-        h.update(
-            repr(
-                (
-                    rec.id,
-                    rec.row,
-                    rec.state,
-                    rec.length,
-                    rec.frames,
-                    rec.owned,
-                    path,
-                    rec.spare,
-                    sorted(rec.waits),
-                    bytes(rec.tokens),
-                )
-            ).encode()
-        )
-    h.update(repr(sorted(core.operations.running)).encode())
-    h.update(repr((core.residency.tick, core.lookups, core.lower.dropped)).encode())
-    if core.residency.disk is not None:
-        rows = core.residency.disk.all_rows()
-        h.update(b"".join(core.residency.disk.key(int(r)) for r in rows))
+        h.update(repr((path, _lease_state(rec))).encode())
+        h.update(rec.tokens)
+    loose = [[_copy_state(c) for c in copies] for copies in (res.orphans, res.parked)]
+    held = [[numbers.get(n, -1) for n in p.nodes] for p in core.prefetches.values()]
+    held += [[numbers.get(n, -1) for n in p.nodes] for p in core.pins]
+    pools = [*res.pools.values(), core.tails.states, core.tails.windows]
+    counts = (res.tick, core.lookups, core.lower.dropped, res.evictions, res.faults)
+    running = [(r.op, r.packed) for r in core.operations.running.values()]
+    h.update(repr((loose, held, [p.order() for p in pools], counts, running)).encode())
+    if res.disk is not None:
+        rows = res.disk.all_rows()
+        h.update(b"".join(res.disk.key(int(r)) for r in rows))
+        h.update(rows.tobytes() + res.disk.tick[rows].tobytes() + res.disk.busy[rows].tobytes())
     return h.digest()
+
+
+def _copy_state(copy: Copy | None) -> tuple[object, ...] | None:
+    if copy is None:
+        return None
+    return (copy.slot, copy.frames, copy.ready, copy.readers, copy.writer, copy.expendable)
+
+
+def _lease_state(rec: LeaseRecord) -> tuple[object, ...]:
+    tail = None if rec.tail is None else (rec.tail.state, rec.tail.windows, rec.tail.ops)
+    parked = None
+    if rec.parked is not None:
+        parked = (rec.parked.length, rec.parked.ok, [_copy_state(c) for c in rec.parked.copies])
+    return (
+        rec.id,
+        rec.row,
+        rec.state,
+        (rec.length, rec.capacity, rec.limit, rec.write),
+        (rec.frames, rec.owned, rec.spare, rec.captures),
+        sorted(rec.waits),
+        (tail, rec.tail_ok),
+        parked,
+    )
