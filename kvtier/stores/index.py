@@ -93,6 +93,8 @@ class Index:
     def __init__(self, io: FileIO, path: str, map_bytes: int, store: bytes, *, write: bool) -> None:
         self._io = io
         self.path = path
+        self.failed = False
+        """A change ended in an error of the medium: nobody should vouch for the file."""
         with _typed("opening"):
             self._env = open_env(path, map_bytes, readonly=not write)
             try:
@@ -187,7 +189,10 @@ class Index:
                 txn.abort()
                 self._env.reader_check()  # processes that died reading hold on to old pages
                 raise
-            except BaseException:
+            except BaseException as error:
+                self.failed |= isinstance(error, lmdb.Error | OSError) and not isinstance(
+                    error, StoreError
+                )
                 txn.abort()
                 raise
         self.counters = counters

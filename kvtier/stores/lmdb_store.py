@@ -29,7 +29,7 @@ from kvtier.stores.directory import Names
 from kvtier.stores.files import FileIO, FileLock
 from kvtier.stores.index import Counters, Found, Index, check_rows
 from kvtier.stores.payload import PayloadReader, PayloadWriter, Verdict
-from kvtier.stores.record import QUARANTINED, ROW, STORED, Row, store_id
+from kvtier.stores.record import QUARANTINED, ROW, STORED, store_id
 from kvtier.stores.recovery import Inspect, Mark, write_mark
 from kvtier.stores.scan import inspect_in_child
 
@@ -143,7 +143,7 @@ class LmdbStore:
             wanted: list[tuple[Read, Found]] = []
             where: list[int] = []
             for i, found in enumerate(self._index.find([read.key for read in reads])):
-                if found is not None and self._offers(reads[i], found[0]):
+                if found is not None and self._offers(reads[i], found):
                     wanted.append((reads[i], found))
                     where.append(i)
             answers = [False] * len(reads)
@@ -160,7 +160,8 @@ class LmdbStore:
         behind without its parent.
         """
         with self._operation(), self._writes("delete"):
-            found = {key: at for key in keys if (at := self._index.find([key])[0]) is not None}
+            rows = zip(keys, self._index.find(keys), strict=True)
+            found = {key: at for key, at in rows if at is not None}
             going: dict[bytes, int] = {}
             for row, _ in found.values():
                 going[row.parent] = going.get(row.parent, 0) + 1
@@ -175,8 +176,9 @@ class LmdbStore:
             with self._index.update("deleting") as change:
                 for row, _ in sorted(found.values(), key=lambda at: at[0].order):
                     change.remove(row)
-            for _, slots in found.values():
+            for row, slots in found.values():
                 self._slots.give(slots)
+                self._bad.discard((row.key, row.seq))
             self._io.point("delete:done")
 
     def touch(self, ticks: Sequence[tuple[bytes, int]]) -> None:
@@ -210,7 +212,7 @@ class LmdbStore:
             self._closed = True
             self._turn.wait_for(lambda: self._active == 0)
         counters, used = self._index.counters, self._index.used_bytes()
-        if self._lock is not None:
+        if self._lock is not None and not self._index.failed:
             try:
                 self._slabs.cut(self._slots.highest() + 1)
                 self._release()
@@ -240,12 +242,17 @@ class LmdbStore:
 
     def counters(self) -> Counters:
         """What the index holds: records, frames, quarantined frames, payload bytes."""
-        with self._operation():
+        with self._operation(), self._changing:
+            if not self._write:
+                self._index.reload()
             return self._index.counters
 
     def check(self) -> None:
-        """Raise InvariantError naming everything that does not add up.  O(records)."""
+        """Raise InvariantError naming everything that does not add up.  O(records); in a reader
+        only while nobody writes."""
         with self._operation(), self._changing:
+            if not self._write:
+                self._index.reload()
             parts = list(self._index.chunks())
             rows = np.concatenate(parts) if parts else np.empty(0, ROW)
             more = {key: slots or [] for key, slots in self._index.more()}
@@ -314,18 +321,27 @@ class LmdbStore:
         for record, at in zip(records, found, strict=True):
             if record.key in known:
                 continue
-            if at is None or at[0].state == QUARANTINED or (record.key, at[0].seq) in self._bad:
+            if not self._is_good(at):
                 self._writer.check(record)
-                if not _is_root(record) and record.parent not in known:
-                    parent = self._index.find([record.parent])[0]
-                    if parent is None or parent[0].state == QUARANTINED:
-                        raise StoreError(
-                            f"record {record.key.hex()} needs {record.parent.hex()}, "
-                            "which is not stored"
-                        )
+                if not (
+                    _is_root(record)
+                    or record.parent in known
+                    or self._is_good(self._index.find([record.parent])[0])
+                ):
+                    raise StoreError(
+                        f"record {record.key.hex()} needs {record.parent.hex()}, "
+                        "which is not stored"
+                    )
                 fresh.append(record)
             known.add(record.key)
         return fresh
+
+    def _is_good(self, found: Found | None) -> bool:
+        """Whether the record is there and has not been found bad."""
+        if found is None:
+            return False
+        row = found[0]
+        return row.state == STORED and (row.key, row.seq) not in self._bad
 
     def _reserve(self, frames: int) -> list[int]:
         """Slots nobody uses.  Raises StoreError when there are too few."""
@@ -373,14 +389,14 @@ class LmdbStore:
         if found is None or found[1][-1] != slots[-1]:
             self._slots.give(slots)
 
-    def _offers(self, read: Read, row: Row) -> bool:
-        """Whether this row can be what is wanted, and has not been found bad."""
+    def _offers(self, read: Read, found: Found) -> bool:
+        """Whether this record can be what is wanted."""
+        row = found[0]
         return (
-            row.state == STORED
+            self._is_good(found)
             and row.parent == read.parent
             and row.size == read.size
             and row.frames == len(read.views)
-            and (row.key, row.seq) not in self._bad
         )
 
     def _suspect(self, read: Read) -> bool:
@@ -391,7 +407,7 @@ class LmdbStore:
         """
         with self._changing:
             found = self._index.find([read.key])[0]
-            if found is None or not self._offers(read, found[0]):
+            if found is None or not self._offers(read, found):
                 return False
             verdict = self._reader.read([(read, found)])[0]
             if verdict is not Verdict.BAD:

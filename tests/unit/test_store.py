@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -256,6 +257,19 @@ def test_a_commit_that_failed_and_took_effect_all_the_same(tmp_path: Path) -> No
         store.put_group(chain(2, 2))
         assert fetch(store, [*chain(1, 2), *chain(2, 2)]) == [True] * 4
         store.check()
+
+
+def test_nobody_vouches_for_an_index_that_failed(tmp_path: Path) -> None:
+    io = FaultyIO()
+    with open_store(tmp_path, io=io) as store:
+        store.put_group(chain(1, 1))
+        io.fail("commit", OSError(errno.EIO, "broken"))
+        with pytest.raises(StoreError):
+            store.put_group(chain(2, 1))
+    assert not (store_dir(tmp_path) / "clean").exists()
+    with open_store(tmp_path) as store:
+        assert fetch(store, chain(1, 1)) == [True]
+    assert (store_dir(tmp_path) / "clean").exists()
 
 
 def test_slots_are_reused_only_after_the_commit(tmp_path: Path) -> None:
@@ -594,6 +608,25 @@ def test_a_read_that_fails_once_gets_a_second_look(tmp_path: Path) -> None:
         assert answers.count(False) == 1
         assert store.counters().quarantined == 1
         store.check()
+
+
+def test_the_second_look_is_taken_with_nobody_writing(tmp_path: Path) -> None:
+    """A slot may change hands between look-up and read; that must not be taken for damage."""
+    locked: list[bool] = []
+
+    class Watching(FaultyIO):
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            locked.append(store._changing.locked())
+            return super().preadv(fd, buffers, offset)
+
+    io = Watching()
+    with open_store(tmp_path) as store:
+        store.put_group(chain(1, 1))
+    with open_store(tmp_path, io=FaultyIO()) as store:
+        store._slabs._io = io
+        io.fail("preadv", OSError(errno.EIO, "torn"))
+        assert fetch(store, chain(1, 1)) == [True]
+    assert locked == [False, True]
 
 
 def test_slots_of_another_rank_are_foreign(tmp_path: Path) -> None:
