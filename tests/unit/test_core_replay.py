@@ -13,6 +13,7 @@ import pytest
 
 from kvtier.core.geometry import Geometry
 from kvtier.core.machine import CacheCore
+from kvtier.core.ops import OpKind
 from kvtier.core.replay import Recorder, replay
 from kvtier.errors import OutOfPages
 from kvtier.types import Identity, Span, Tier
@@ -65,6 +66,11 @@ def busy_day() -> FakeServer:
         rec = made.serve([i % 3, 1, 2, i % 5, 3, i % 2], who, spans=spans, release=False)
         if rec is None:
             continue
+        packs = [o.id for o in made.plane.live.values() if o.kind is OpKind.PACK]
+        for op_id in packs:
+            if not core.operations.running[op_id].packed:
+                made.plane.pack(op_id)
+                made.run(core.packed(op_id))
         if i % 3 == 0:
             kid = made.fork(rec)
             if kid is not None:
