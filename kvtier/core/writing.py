@@ -54,15 +54,12 @@ class Writing:
                 rec.check_active()
             if rec.length + n > rec.capacity:
                 short.append((rec, n))
+        windows = self._windows_due(recs, counts) if self.geometry.window else []
         if short:
             self._grow(short)
         if not self.geometry.has_tails:
             return []
-        try:
-            self._grow_windows(recs, counts)
-        except OutOfPages:
-            self._shrink(short)
-            raise
+        self._grow_windows(windows)
         return self._captures(recs, counts)
 
     def _grow(self, short: Sequence[tuple[LeaseRecord, int]]) -> None:
@@ -78,12 +75,6 @@ class Writing:
             rec.owned += [True] * need
             rec.capacity = len(rec.frames) * page
 
-    def _shrink(self, short: Sequence[tuple[LeaseRecord, int]]) -> None:
-        """Undo ``_grow`` as far as it matters: pages that hold no committed token go back."""
-        page = self.geometry.page_tokens
-        for rec, _ in short:
-            self.cut(rec, -(-rec.length // page))
-
     def cut(self, rec: LeaseRecord, keep: int) -> None:
         """Give back a lease's pages from page ``keep`` on, which must be its own."""
         while len(rec.frames) > keep:
@@ -93,10 +84,11 @@ class Writing:
         self.tables.cut(rec.row, keep)
         rec.capacity = len(rec.frames) * self.geometry.page_tokens
 
-    def _grow_windows(self, recs: Sequence[LeaseRecord], counts: Sequence[int]) -> None:
+    def _windows_due(
+        self, recs: Sequence[LeaseRecord], counts: Sequence[int]
+    ) -> list[tuple[LeaseRecord, range]]:
+        """Which window pages the new tokens touch; raises OutOfPages if they do not fit."""
         g = self.geometry
-        if not g.window:
-            return
         wanted: list[tuple[LeaseRecord, range]] = []
         need = 0
         for rec, n in zip(recs, counts, strict=True):
@@ -108,6 +100,9 @@ class Writing:
             wanted.append((rec, pages))
         if need > self.tails.windows.free:
             raise OutOfPages(need, self.tails.windows.free, "window pages")
+        return wanted
+
+    def _grow_windows(self, wanted: Sequence[tuple[LeaseRecord, range]]) -> None:
         for rec, pages in wanted:
             assert rec.tail is not None
             self.tails.grow(rec.tail, pages)

@@ -192,14 +192,14 @@ class FakeServer:
         core = self.core
         extra = extra or [0] * len(recs)
         counts = [len(n) + e for n, e in zip(news, extra, strict=True)]
-        lengths = [r.length for r in recs]
+        before = [(r.length, r.capacity, list(r.frames)) for r in recs]
         try:
             captures, ops = core.reserve(recs, counts)
         except (LeaseReleased, LeaseNotReady):
             return False
         except OutOfPages:
             REACHED["step refused"] += 1
-            assert [r.length for r in recs] == lengths
+            assert [(r.length, r.capacity, r.frames) for r in recs] == before
             core.check()
             return False
         self.run(ops)

@@ -883,3 +883,27 @@ def test_nothing_grows_with_the_number_of_requests() -> None:
         "orphans": len(residency.orphans),
     }
     assert max(sizes.values()) <= 90, sizes
+
+
+def test_refused_for_want_of_windows_keeps_what_was_reserved() -> None:
+    """A refused reserve changes nothing: room promised at the open is still there."""
+    geometry = Geometry(
+        page_tokens=2,
+        gpu_pages=16,
+        max_leases=2,
+        has_tails=True,
+        checkpoint_frames=1,
+        parked_frames=2,
+        gpu_states=2,
+        window=3,
+        window_page=2,
+        gpu_windows=3,
+    )
+    made = server(geometry, eviction="lru")
+    rec = lease(made, [1, 2, 3], reserve=6)
+    before = made.core.digest()
+    assert rec.capacity == 6
+    with pytest.raises(OutOfPages, match="window pages"):
+        made.core.reserve([rec], [8])
+    assert rec.capacity == 6 and made.core.digest() == before
+    assert made.step([rec], [[1] * 6])
