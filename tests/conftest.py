@@ -16,6 +16,16 @@ settings.register_profile(
 settings.register_profile(
     "ci", max_examples=200, stateful_step_count=50, derandomize=True, database=None, **_COMMON
 )
+# For scripts/mutate.py: the first failure is enough.
+settings.register_profile(
+    "mutate",
+    max_examples=400,
+    stateful_step_count=50,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    **_COMMON,
+)
 settings.register_profile(
     "long",
     max_examples=20_000,

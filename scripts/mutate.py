@@ -1,0 +1,598 @@
+#!/usr/bin/env python3
+"""Injects bugs into kvtier/core, one at a time, and sees that the core's tests notice.
+
+    scripts/mutate.py [--list] [--jobs N] [WORD ...]
+
+Each bug is a replacement in a copy of the sources; its pattern must occur exactly once, else the
+script fails before it runs anything.  The tests are those of the core: first the quick ones, then
+the state machine without shrinking.  Prints CAUGHT or MISSED and the time, and exits with 1 if
+any bug was missed.  WORDs select bugs whose name contains one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = Path("kvtier/core")
+LIMIT_S = 600
+STAGES = (
+    ["tests/unit", "-k", "test_core_"],
+    ["tests/property/test_tree.py", "tests/property/test_core_machine.py"],
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """``old`` in ``kvtier/core/<module>.py`` becomes ``new``."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+
+
+BUGS = [
+    # ---------------------------------------------------------------- leases and restore
+    Bug(
+        "an opened lease does not pin its prefix",
+        "restore",
+        "        res.pin(path[:limit])  # all along",
+        "        pass  # all along",
+    ),
+    Bug(
+        "a restore's source is not held while room is made",
+        "restore",
+        "missing = [n for n in use if n.copies[GPU] is None]\n"
+        "            held = [c for n in missing if (c := res.best(n)) is not None]",
+        "missing = [n for n in use if n.copies[GPU] is None]\n            held = []",
+    ),
+    Bug(
+        "resume without a checkpoint",
+        "restore",
+        "(self.geometry.has_tails and self.residency.best(path[n - 1], CHECKPOINT) is None)",
+        "False",
+    ),
+    Bug(
+        "resume inside a span",
+        "restore",
+        "(spans and inside_span(n * page, spans))",
+        "False",
+    ),
+    Bug(
+        "a cold lease's tail is not cleared",
+        "restore",
+        "            ops.append(operations.in_order(OpKind.CLEAR, part))\n        if moves:",
+        "            pass\n        if moves:",
+    ),
+    Bug(
+        "a lease settles on pages that did not arrive",
+        "restore",
+        "if alive and rec.tail_ok and all(c is not None and c.ready for c in copies):",
+        "if alive and rec.tail_ok:",
+    ),
+    Bug(
+        "a lease settles on a tail that did not arrive",
+        "restore",
+        "if alive and rec.tail_ok and all(",
+        "if alive and all(",
+    ),
+    Bug(
+        "a lease settles on pages that were cleared",
+        "restore",
+        "if alive and rec.tail_ok and all(",
+        "if rec.tail_ok and all(",
+    ),
+    Bug(
+        "planning again leaks the tail",
+        "restore",
+        "            self.tails.disown(rec.tail)\n            rec.tail = None\n        self.tables",
+        "            rec.tail = None\n        self.tables",
+    ),
+    Bug(
+        "hits are counted at every activation",
+        "restore",
+        "        if not rec.counted:",
+        "        if True:",
+    ),
+    Bug(
+        "restored pages are counted as device hits",
+        "restore",
+        "            tier = rec.origins.get(n, Tier.GPU)",
+        "            tier = Tier.GPU",
+    ),
+    Bug(
+        "a checkpoint that served stays expendable",
+        "restore",
+        "        checkpoint.expendable = False",
+        "        pass",
+    ),
+    Bug(
+        "a lease is active before all it waits for has ended",
+        "machine",
+        "            if not rec.waits:\n                ops += self.parking.settle",
+        "            if True:\n                ops += self.parking.settle",
+    ),
+    Bug(
+        "an undelivered tail is trusted",
+        "machine",
+        "any(m.tail is rec.tail for m in run.moves[:delivered])",
+        "any(m.tail is rec.tail for m in run.moves)",
+    ),
+    Bug(
+        "max_reuse is ignored",
+        "machine",
+        "            limit = min(limit, max(0, max_reuse) // page)",
+        "            pass",
+    ),
+    Bug(
+        "a cancelled prefetch keeps its pins",
+        "machine",
+        "            rec.done = True\n            self._end_prefetch(rec)",
+        "            rec.done = True\n            self.prefetches.pop(rec.id)",
+    ),
+    Bug(
+        "pins know no limit",
+        "machine",
+        "        held = path[:room]",
+        "        held = path",
+    ),
+    Bug(
+        "children that arrived first are not stored",
+        "machine",
+        "[*arrived, *self.lower.waiting_below(arrived)]",
+        "arrived",
+    ),
+    Bug(
+        "match makes recent",
+        "lookup",
+        "    known = history = last.depth",
+        "    last.tick = res.tick = res.tick + 1\n    known = history = last.depth",
+    ),
+    # ---------------------------------------------------------------- writing
+    Bug(
+        "pages of a span are published early",
+        "writing",
+        "s.start < last * page and s.stop > rec.length for s in rec.spans",
+        "False for s in rec.spans",
+    ),
+    Bug(
+        "a no-write lease publishes",
+        "writing",
+        "        if not rec.write or last <= first:",
+        "        if last <= first:",
+    ),
+    Bug(
+        "window pages are freed a page too early",
+        "writing",
+        "rec.length - g.window + 1 - g.max_draft) // g.window_page",
+        "rec.length - g.window + 1 - g.max_draft) // g.window_page + 1",
+    ),
+    Bug(
+        "windows forget the drafts",
+        "writing",
+        "rec.length - g.window + 1 - g.max_draft)",
+        "rec.length - g.window + 1)",
+    ),
+    Bug(
+        "a checkpoint is attached to the page before",
+        "writing",
+        "frame = captured.get((i + 1) * page, -1)",
+        "frame = captured.get((i + 2) * page, -1)",
+    ),
+    Bug(
+        "a batch reserves room for its largest lease only",
+        "writing",
+        "        total = sum(needs)",
+        "        total = max(needs)",
+    ),
+    Bug(
+        "a restore in flight is not superseded",
+        "writing",
+        "            res.supersede(there, (rec.frames[i],))\n",
+        "            return\n",
+    ),
+    # ---------------------------------------------------------------- branching, parking
+    Bug(
+        "truncate writes to a shared page",
+        "branching",
+        "        if part and not (",
+        "        if False and not (",
+    ),
+    Bug(
+        "truncate keeps its pins",
+        "branching",
+        "        res.unpin(gone)\n        return n, ops",
+        "        return n, ops",
+    ),
+    Bug(
+        "a fork forgets to hold private pages",
+        "branching",
+        "                private.hold(frame)",
+        "                pass",
+    ),
+    Bug(
+        "forks share pages that both will publish",
+        "branching",
+        "full = len(rec.nodes) if rec.write else rec.length // page",
+        "full = rec.length // page",
+    ),
+    Bug(
+        "a fork's partial page is not copied in full",
+        "branching",
+        "ops.append(self.operations.in_order(OpKind.COPY, copy, valid))",
+        "self.operations.in_order(OpKind.COPY, copy, valid)",
+    ),
+    Bug(
+        "a paused lease does not keep its pages",
+        "parking",
+        "        self.residency.keep(parked.nodes, 1)",
+        "        pass",
+    ),
+    Bug(
+        "resume trusts a pause that failed",
+        "machine",
+        "                rec.parked.ok = False",
+        "                pass",
+    ),
+    Bug(
+        "a refused resume forgets what was parked",
+        "parking",
+        "            rec.length, rec.parked = parked.length, parked",
+        "            rec.length = parked.length",
+    ),
+    # ---------------------------------------------------------------- operations
+    Bug(
+        "what was packed is released twice",
+        "operations",
+        "            if not run.packed:\n                self._release_sources(m)",
+        "            if True:\n                self._release_sources(m)",
+    ),
+    Bug(
+        "a store that failed half-way counts as half done",
+        "operations",
+        "        if kind in (OpKind.STORE, OpKind.DROP) and delivered < len(moves):",
+        "        if kind is OpKind.DROP and delivered < len(moves):",
+    ),
+    Bug(
+        "a bad record is offered again",
+        "operations",
+        "            self.residency.quarantine.add(row)\n        self.residency.lose(source)",
+        "            self.residency.quarantine.add(row)",
+    ),
+    Bug(
+        "quarantined frames count as free",
+        "operations",
+        "            self.residency.quarantine.add(row)",
+        "            pass",
+    ),
+    Bug(
+        "a confirmed deletion does not end the quarantine",
+        "operations",
+        "            disk.quarantined -= self.bad_keys.pop(m.part.key, 0)",
+        "            self.bad_keys.pop(m.part.key, 0)",
+    ),
+    # ---------------------------------------------------------------- residency and eviction
+    Bug(
+        "eviction ignores pins",
+        "residency",
+        "            if node.pins or (tail is not None and",
+        "            if (tail is not None and",
+    ),
+    Bug(
+        "eviction ignores readers",
+        "residency",
+        "        if node is None or not copy.ready or copy.readers:",
+        "        if node is None or not copy.ready:",
+    ),
+    Bug(
+        "eviction takes inner pages",
+        "residency",
+        "        if node.kids[slot]:\n            return False",
+        "        if False:\n            return False",
+    ),
+    Bug(
+        "a page leaves before its host copy is confirmed",
+        "residency",
+        "            if below is not None and below.writer:",
+        "            if False:",
+    ),
+    Bug(
+        "kept pages leave their last tier",
+        "residency",
+        "        return not node.keeps or any(",
+        "        return True or any(",
+    ),
+    Bug(
+        "frames still read are given away",
+        "residency",
+        "        elif copy.readers or copy.writer:\n            self.orphans[copy] = None\n"
+        "        else:\n            self.pools[slot]",
+        "        elif copy.writer:\n            self.orphans[copy] = None\n"
+        "        else:\n            self.pools[slot]",
+    ),
+    Bug(
+        "what arrives after a clear is announced",
+        "residency",
+        "            if copy.node.run is not None:  # what",
+        "            if True:  # what",
+    ),
+    Bug(
+        "disk-only pages go unannounced",
+        "residency",
+        "if self.events is not None and not self.disk.is_checkpoint(row):",
+        "if False:",
+    ),
+    Bug(
+        "a cleared page still counts as a child",
+        "residency",
+        "                    n.parent.kids[GPU] -= 1  # a dead",
+        "                    pass  # a dead",
+    ),
+    Bug(
+        "time to live ends when a page is on disk only",
+        "residency",
+        "                if node.expires < NEVER:\n                    return",
+        "                if False:\n                    return",
+    ),
+    Bug(
+        "all identities share one root on disk",
+        "residency",
+        "        return chain_root(self.chain, identity)",
+        "        return chain_root(self.chain, Identity())",
+    ),
+    Bug(
+        "victims that did not suffice are lost",
+        "evictor",
+        "            self.residency.orders[slot].extend(",
+        "            list(",
+    ),
+    Bug(
+        "the line above a victim ignores branches",
+        "evictor",
+        "                or node.kids[slot] != 1\n",
+        "",
+    ),
+    Bug(
+        "the line above a victim ignores recency",
+        "evictor",
+        "                or node.tick != tick\n",
+        "",
+    ),
+    Bug(
+        "least recently used goes last",
+        "eviction",
+        "class Lru:\n"
+        '    """Least recently used first; everything is let in."""\n\n'
+        "    def rank(self, tick: int, hits: int) -> int:\n        return tick",
+        "class Lru:\n"
+        '    """Least recently used first; everything is let in."""\n\n'
+        "    def rank(self, tick: int, hits: int) -> int:\n        return -tick",
+    ),
+    Bug(
+        "a queued page keeps its old rank",
+        "eviction",
+        "            if fresh[0] > entry[0]:",
+        "            if False:",
+    ),
+    Bug(
+        "priority is ignored",
+        "eviction",
+        "rank = self._policy.rank(node.tick, node.hits) + node.priority * _PRIORITY",
+        "rank = self._policy.rank(node.tick, node.hits)",
+    ),
+    Bug(
+        "queues are never compacted",
+        "eviction",
+        "            if len(self._heap) > self._limit:",
+        "            if False:",
+    ),
+    Bug(
+        "expiry ignores holders",
+        "lifetimes",
+        "            if busy or node.pins or node.keeps or node.offspring():",
+        "            if busy or node.offspring():",
+    ),
+    Bug(
+        "the last to ask decides how long a page lives",
+        "lifetimes",
+        "            if node.expires < rec.expires:",
+        "            if True:",
+    ),
+    # ---------------------------------------------------------------- downwards
+    Bug(
+        "a store reads a host copy that is not there yet",
+        "lower",
+        "        if source is None or not source.ready:\n            return False\n        full",
+        "        if source is None:\n            return False\n        full",
+    ),
+    Bug(
+        "a pack reads a page that is not there yet",
+        "lower",
+        "            if node.run is None or source is None or not source.ready:",
+        "            if node.run is None or source is None:",
+    ),
+    Bug(
+        "a page is pushed out of the host for its own child",
+        "lower",
+        "        fits = self._make_room(guard, len(todo))",
+        "        fits = self._make_room(None, len(todo))",
+    ),
+    Bug(
+        "pages are stored whatever their hits",
+        "lower",
+        "        if node.hits < self.store_after_hits or not",
+        "        if not",
+    ),
+    Bug(
+        "expendable checkpoints are written to disk",
+        "lower",
+        " or source.expendable or page is None:",
+        " or page is None:",
+    ),
+    # ---------------------------------------------------------------- tree, keys, tables
+    Bug(
+        "a run remembers where its evicted pages were left",
+        "tree",
+        "            run.fork = run.fork[:kept]",
+        "            pass",
+    ),
+    Bug(
+        "a walk passes a page with a span inside a run",
+        "tree",
+        "            high = min([high, *(e - page for e in extras if e > page)])",
+        "            pass",
+    ),
+    Bug(
+        "the last identity asked for is taken for any",
+        "tree",
+        "(last := self._last) is not None and last[0] is identity:",
+        "(last := self._last) is not None:",
+    ),
+    Bug(
+        "identities with leases are forgotten",
+        "tree",
+        "if r.children or r.pins}",
+        "if r.children}",
+    ),
+    Bug(
+        "fields of a key run together",
+        "keys",
+        'b"+" + struct.pack("<Q", len(field))',
+        'b"+"',
+    ),
+    Bug(
+        "a page's key ignores what stands before it",
+        "keys",
+        "hashlib.blake2b(parent + tokens,",
+        "hashlib.blake2b(tokens,",
+    ),
+    Bug(
+        "a span's place is not part of the key",
+        "keys",
+        '"<qqQ", span.start - page * page_tokens,',
+        '"<qqQ", 0,',
+    ),
+    Bug(
+        "the disk table compares half of a key",
+        "disk",
+        "                if keys.startswith(key, row * KEY_BYTES):",
+        "                if keys.startswith(key[:8], row * KEY_BYTES):",
+    ),
+    Bug(
+        "disk eviction ignores holders",
+        "disk",
+        "bool(self.live[row] and not self.busy[row])",
+        "bool(self.live[row])",
+    ),
+    Bug(
+        "disk eviction ignores what was used since",
+        "disk",
+        " or self.tick[row] != tick:",
+        ":",
+    ),
+    Bug(
+        "a frame may be given back twice",
+        "frames",
+        '            assert self._taken[f], "I1: a frame given back twice"',
+        "            pass",
+    ),
+]
+
+
+def misfits() -> list[str]:
+    """What is wrong with the list itself: patterns must occur exactly once, names differ."""
+    out = []
+    for bug in BUGS:
+        count = (ROOT / CORE / f"{bug.module}.py").read_text().count(bug.old)
+        if count != 1:
+            out.append(f"{bug.name!r}: its pattern occurs {count} times in {bug.module}.py")
+    names = [bug.name for bug in BUGS]
+    out += [f"{name!r} is there twice" for name in set(names) if names.count(name) > 1]
+    return out
+
+
+def caught(bug: Bug) -> tuple[bool, float, str]:
+    """Whether the tests notice, after how many seconds, and what they say."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvtier-mutate-") as folder:
+        copy = Path(folder)
+        ignore = shutil.ignore_patterns("__pycache__", ".hypothesis")
+        shutil.copytree(ROOT / "kvtier", copy / "kvtier", ignore=ignore)
+        for path in ("tests/__init__.py", "tests/conftest.py", "pyproject.toml"):
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, copy / path)
+        shutil.copytree(ROOT / "tests/property", copy / "tests/property", ignore=ignore)
+        (copy / "tests/unit").mkdir()
+        for path in (ROOT / "tests/unit").glob("test_core_*.py"):
+            shutil.copy(path, copy / "tests/unit")
+        target = copy / CORE / f"{bug.module}.py"
+        target.write_text(target.read_text().replace(bug.old, bug.new))
+        for stage in STAGES:
+            failed, reason = run_tests(copy, stage)
+            if failed:
+                return True, time.monotonic() - began, reason
+    return False, time.monotonic() - began, ""
+
+
+def run_tests(copy: Path, stage: list[str]) -> tuple[bool, str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    command += ["--timeout=90", "--hypothesis-profile=mutate", *stage]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=copy,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return True, "ran into the time limit"
+    if done.returncode not in (0, 1):  # a test that hangs is ended by the timeout plugin: 1 too
+        raise SystemExit(f"the tests did not run:\n{done.stdout}\n{done.stderr}")
+    return done.returncode == 1, next(_failures(done.stdout), "")
+
+
+def _failures(output: str) -> Iterator[str]:
+    for line in output.splitlines():
+        if line.startswith("FAILED "):
+            yield line.removeprefix("FAILED ").split(" - ")[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--list", action="store_true", help="print the bugs and end")
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args()
+    if wrong := misfits():
+        print("\n".join(wrong))
+        return 1
+    bugs = [b for b in BUGS if not given.words or any(w in b.name for w in given.words)]
+    if given.list:
+        print("\n".join(f"{b.module:12}{b.name}" for b in bugs))
+        return 0
+    missed = 0
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for bug, (seen, seconds, reason) in zip(bugs, pool.map(caught, bugs), strict=True):
+            missed += not seen
+            word = "CAUGHT" if seen else "MISSED"
+            print(f"{word}{seconds:7.1f} s  {bug.module}: {bug.name}  {reason}", flush=True)
+    print(f"{len(bugs) - missed} of {len(bugs)} caught")
+    return 1 if missed or not bugs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
