@@ -14,6 +14,7 @@ Owns every call into ``CacheCore`` and ``Transfer.start``.  Three rules hold it 
 Knows nothing of layouts, tensors or what an op means.
 """
 
+import logging
 import os
 import threading
 from collections import deque
@@ -31,6 +32,8 @@ from kvtier.seams import Transfer
 from kvtier.types import LeaseState, Tier
 
 __all__ = ["Pump", "running_future"]
+
+logger = logging.getLogger("kvtier")
 
 T = TypeVar("T")
 
@@ -231,14 +234,33 @@ class Pump:
             self._start(planned)
         else:
             self._lock.release()
+        try:
+            self._tell()
+        finally:
+            if self._inbox:
+                self.run()
+
+    def _tell(self) -> None:
+        """Tell the world what came of things: all of it, whatever a future's callback raises.
+
+        What concerns nobody here is logged; a bug, and what asks the process to end, goes on.
+        """
+        first: BaseException | None = None
         while self._outcomes:
             try:
                 outcome = self._outcomes.popleft()
             except IndexError:  # another thread has just told the last one
                 break
-            outcome()
-        if self._inbox:
-            self.run()
+            try:
+                outcome()
+            except (InvariantError, KeyboardInterrupt, SystemExit) as error:
+                if isinstance(error, InvariantError):
+                    self._broken = error
+                first = first or error
+            except BaseException:
+                logger.exception("a callback of a future failed")
+        if first is not None:
+            raise first
 
     def _empty_inbox(self) -> None:
         try:

@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from kvtier.core.ops import Op, OpKind
 from kvtier.data.streams import Fences
@@ -87,24 +88,33 @@ class Job:
             self._shares -= 1
             if self._shares:
                 return
-        if self.op.kind is OpKind.PACK:
-            self.release_sources()
-        delivered, error = self.delivered, self._error
-        self._call(lambda: self._done(delivered, error))
-        self._ended(self)
+        try:
+            if self.op.kind is OpKind.PACK:
+                self.release_sources()
+            delivered, error = self.delivered, self._error
+            self._call(lambda: self._done(delivered, error))
+        finally:
+            self._ended(self)
 
     def _call(self, callback: Callable[[], None]) -> None:
         try:
             callback()
-        except Exception:
-            # The op itself has ended properly, and other ops need this thread.
+        except BaseException:
+            # The op itself has ended properly, and other ops need this thread.  Everything counts:
+            # a future's callback may raise CancelledError, which is no Exception.
             logger.exception("a completion callback of op %d failed", self.op.id)
 
 
 class Workers:
-    """Daemon threads that take tasks from one queue, first in, first out."""
+    """Daemon threads that take tasks from one queue, first in, first out.
 
-    def __init__(self, name: str, count: int) -> None:
+    ``prepare`` is called once on each.  A task that raises ends no thread.
+    """
+
+    def __init__(
+        self, name: str, count: int, *, prepare: Callable[[], None] = lambda: None
+    ) -> None:
+        self._prepare = prepare
         self._tasks: queue.SimpleQueue[Callable[[int], None] | None] = queue.SimpleQueue()
         self.threads = [
             threading.Thread(target=self._run, args=(i,), name=f"kvtier-{name}-{i}", daemon=True)
@@ -123,6 +133,15 @@ class Workers:
             self._tasks.put(None)
 
     def _run(self, number: int) -> None:
+        self._guarded(self._prepare)
         while (task := self._tasks.get()) is not None:
-            task(number)
+            self._guarded(partial(task, number))
             del task  # while this thread waits, it must not keep alive whom it worked for
+
+    @staticmethod
+    def _guarded(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException:
+            # Its op has ended already; without this thread ``close`` would wait for ever.
+            logger.exception("a task of the data plane failed")

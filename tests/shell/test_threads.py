@@ -15,6 +15,7 @@ import torch
 
 import kvtier
 from kvtier.core.machine import CacheCore
+from kvtier.errors import InvariantError
 from kvtier.seams import Transfer
 from kvtier.testing import ManualTransfer
 from kvtier.types import Tier
@@ -299,3 +300,73 @@ def test_an_op_that_ends_twice_stops_the_cache() -> None:
         cache.match([1])
     cache.close()
     assert transfer.closed
+
+
+def test_outcomes_behind_a_callback_that_raises_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A CancelledError out of one future's callback: the other futures resolve, close returns."""
+    cache = kvtier.Cache(LAYOUT, config(gpu=16, cpu=16), model="m", device="cpu")
+    fill(cache, prompt(16))
+    landing = cache._pump.transfer._landing  # type: ignore[attr-defined]
+    gates = [threading.Event() for _ in landing.threads]
+    for gate in gates:
+        landing.submit(lambda _, gate=gate: gate.wait(10) and None)
+    fill(cache, prompt(16, seed=1))
+
+    def bug(_: object) -> None:
+        raise asyncio.CancelledError
+
+    flushes = [cache.flush(to=Tier.CPU) for _ in range(3)]
+    for flush in flushes:
+        assert not flush.done()
+        flush.add_done_callback(bug)
+    for gate in gates:
+        gate.set()
+    for flush in flushes:
+        assert flush.result(timeout=10) is None
+    closing = threading.Thread(target=cache.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive(), "close() hangs"
+    assert caplog.text.count("a callback of a future failed") == 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, InvariantError])
+def test_what_ends_the_process_and_bugs_go_on_once_all_is_told(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, transfer = make()
+    fill(cache, prompt(8))
+    first, second = cache.flush(to=Tier.CPU), cache.flush(to=Tier.CPU)
+    told: list[str] = []
+
+    def bug(_: object) -> None:
+        raise error("from a callback")
+
+    first.add_done_callback(bug)
+    second.add_done_callback(lambda _: told.append("second"))
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            transfer.finish_all()
+    else:  # an Exception: concurrent.futures logs it, and nothing else happens
+        transfer.finish_all()
+        assert "exception calling callback" in caplog.text
+    assert told == ["second"]
+    cache.close()
+
+
+def test_a_bug_met_while_telling_stops_the_cache() -> None:
+    cache, _ = make()
+    told: list[str] = []
+
+    def bug() -> None:
+        raise InvariantError("I0")
+
+    cache._pump._outcomes += [bug, lambda: told.append("behind it")]
+    with pytest.raises(InvariantError), cache._pump:
+        pass
+    assert told == ["behind it"]
+    with pytest.raises(InvariantError, match="stopped after a bug"):
+        cache.lease(prompt(4))
+    cache.close()
