@@ -33,7 +33,9 @@ class Transfer(Protocol):
 
         ``packed()`` is called once, before ``done``, when the sources of a PACK may be reused.
         ``done(n, error)`` is called exactly once, with the number of leading parts that were
-        delivered.  COPY and CLEAR take effect in the order of ``start`` calls, before anything
+        delivered.  Of a RESTORE that ends early, the error says whose fault it was: None (it is
+        missing or was not verified) or an OSError, such as StoreError, that of the first source
+        that was not delivered; any other error, the device's or the target's.  COPY and CLEAR take effect in the order of ``start`` calls, before anything
         the caller queues on its compute stream afterwards and before any later operation touches
         their frames: these may already belong to somebody else when ``done`` comes.  Callbacks
         may come from any thread and from within ``start``.
@@ -104,8 +106,11 @@ class Store(Protocol):
 
     def put_group(self, records: Sequence[Record]) -> None:
         """All or nothing, durable when it returns.  Refuses (StoreError) a record whose parent is
-        neither stored nor earlier in the group (first pages have none).  A key already there counts
-        as done."""
+        neither stored nor earlier in the group (first pages have none).
+
+        A key already there with this checksum counts as done.  One with another checksum, or
+        quarantined, is replaced, and what hangs on it stays: its bytes were computed anew after a
+        ``delete`` that failed, and the old ones must never be served again."""
 
     def read_into(self, reads: Sequence[Read]) -> list[bool]:
         """True where the record was there, whole, verified and with these tokens and parent.
@@ -113,7 +118,8 @@ class Store(Protocol):
         deleted."""
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Forget these records, in one transaction; unknown keys are ignored."""
+        """Forget these records, in one transaction; unknown keys are ignored.  Refuses (StoreError,
+        nothing changes) a record that another one needs which stays."""
 
     def touch(self, ticks: Sequence[tuple[bytes, int]]) -> None:
         """Remember the recency of records, for the next open.  May be lost in a crash."""

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,6 +126,35 @@ def test_store_corruption_is_found_and_leaves_garbage_behind() -> None:
     r, out = read(record(1, depth=1))
     assert store.read_into([r]) == [False]
     assert out[5] == 0, "a caller must not count on its views after a miss"
+
+
+def test_store_replaces_a_record_that_was_computed_anew() -> None:
+    store = MemoryStore()
+    store.put_group([record(1, depth=1), record(2, 1)])
+    payload = bytearray(b"\x55") * 8192
+    anew = replace(
+        record(1, depth=1),
+        payload=(memoryview(payload)[:4096], memoryview(payload)[4096:]),
+        checksum=xxhash.xxh3_128_digest(payload[:6000]),
+    )
+    store.put_group([anew])
+    r, out = read(anew)
+    assert store.read_into([r]) == [True]
+    assert out[:6000] == b"\x55" * 6000
+    assert store.read_into([read(record(2, 1))[0]]) == [True]  # what hangs on it stays
+
+
+def test_store_refuses_to_delete_what_another_record_needs() -> None:
+    store = MemoryStore()
+    chain = [record(1, depth=1), record(2, 1), record(9, 2, component="checkpoint")]
+    store.put_group(chain)
+    for keys in ([key(1)], [key(2)], [key(1), key(2)], [key(9), key(1)]):
+        with pytest.raises(StoreError, match="needed by"):
+            store.delete(keys)
+        assert store.keys() == {key(1), key(2), key(9)}
+    store.delete([key(2), key(9)])
+    store.delete([key(1), key(2)])
+    assert store.keys() == set()
 
 
 def test_store_failures_scan_touch_delete() -> None:
