@@ -22,7 +22,7 @@ from kvtier.types import Tier
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
-    from kvtier.data import DevicePool, DeviceTransfer, HostArena, Traffic
+    from kvtier.data import DevicePool, DeviceTransfer, HostArena
 
 __all__ = ["Fate", "FaultyTransfer", "ManualTransfer", "MemoryStore", "token_streams"]
 
@@ -44,8 +44,9 @@ class _Kept:
 class MemoryStore:
     """A ``Store`` in a dict, stricter than a real one has to be.
 
-    Refuses records whose parent is missing or whose checksum is wrong; like a disk that reads in
-    place, it leaves the bytes of a record that fails in the caller's views.  Thread-safe.
+    Refuses records whose parent is missing or whose checksum is wrong, and to delete a record that
+    another still needs; like a disk that reads in place, it leaves the bytes of a record that
+    fails in the caller's views.  Thread-safe.
     """
 
     def __init__(self, capacity: int = 1 << 20) -> None:
@@ -61,7 +62,8 @@ class MemoryStore:
             group: dict[bytes, _Kept] = {}
             for record in records:
                 known = self._kept.get(record.key)
-                if record.key in group or (known is not None and not known.bad):
+                same = known is not None and known.record.checksum == record.checksum
+                if record.key in group or (known is not None and same and not known.bad):
                     continue
                 self._check_parent(record, group)
                 data = bytearray(b"".join(record.payload)[: record.size])
@@ -81,8 +83,13 @@ class MemoryStore:
     def delete(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             self._check_usable()
-            for key in keys:
-                self._kept.pop(key, None)
+            gone = {key for key in keys if key in self._kept}
+            for key, kept in self._kept.items():
+                parent = kept.record.parent
+                if key not in gone and parent in gone:
+                    raise StoreError(f"record {parent.hex()} is needed by {key.hex()}, which stays")
+            for key in gone:
+                del self._kept[key]
 
     def touch(self, ticks: Sequence[tuple[bytes, int]]) -> None:
         with self._lock:
@@ -283,9 +290,6 @@ class FaultyTransfer:
     @property
     def host(self) -> "HostArena":
         return self.inner.host
-
-    def traffic(self, tier: Tier) -> "Traffic":
-        return self.inner.traffic(tier)
 
     def fence(self, stream: object | None) -> None:
         self.inner.fence(stream)

@@ -2,6 +2,6 @@
 
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
-from kvtier.data.transfer import DeviceTransfer, Traffic
+from kvtier.data.transfer import DeviceTransfer
 
-__all__ = ["DevicePool", "DeviceTransfer", "HostArena", "Traffic"]
+__all__ = ["DevicePool", "DeviceTransfer", "HostArena"]

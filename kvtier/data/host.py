@@ -27,11 +27,15 @@ def checksum(payload: Sequence[memoryview], size: int) -> bytes:
 class HostArena:
     """``num_frames`` frames of ``frame_bytes`` each, in one page-aligned mapping.
 
-    With ``pinned`` the whole arena is registered with the driver, so that copies to and from the
-    device run at full speed and asynchronously; ``close`` gives the registration back.
+    With ``pinned`` the whole arena is registered with that device's driver, so that copies to and
+    from it run at full speed and asynchronously; ``close`` gives the registration back.  Pinned
+    memory is not there in a forked child: the driver holds its pages, so a child that wrote to
+    its copy, or a parent after it, would part with what the device sees.
     """
 
-    def __init__(self, num_frames: int, frame_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self, num_frames: int, frame_bytes: int, *, pinned: torch.device | None = None
+    ) -> None:
         self.num_frames = num_frames
         self.frame_bytes = frame_bytes
         # A mapping of its own rather than torch's pinned allocator: that one rounds the size up
@@ -48,11 +52,12 @@ class HostArena:
         self._view = memoryview(self._map)
         self._checksums: list[bytes | None] = [None] * num_frames
         self._unregister: weakref.finalize[..., HostArena] | None = None
-        if pinned and num_frames:
+        if pinned is not None and num_frames:
             start = self.frames.data_ptr()
-            _driver("cudaHostRegister", start, len(self._map), 0)
+            self._map.madvise(mmap.MADV_DONTFORK)
+            _driver(pinned, "cudaHostRegister", start, len(self._map), 0)
             # Before the mapping goes, whoever forgets to close.
-            self._unregister = weakref.finalize(self, _driver, "cudaHostUnregister", start)
+            self._unregister = weakref.finalize(self, _driver, pinned, "cudaHostUnregister", start)
             self._unregister.atexit = False
 
     def view(self, frame: int) -> memoryview:
@@ -98,7 +103,8 @@ class HostArena:
             self._unregister()
 
 
-def _driver(call: str, *args: int) -> None:
-    status = getattr(torch.cuda.cudart(), call)(*args)  # type: ignore[no-untyped-call]
+def _driver(device: torch.device, call: str, *args: int) -> None:
+    with torch.cuda.device(device):  # another one that is current here would get a context
+        status = getattr(torch.cuda.cudart(), call)(*args)  # type: ignore[no-untyped-call]
     if int(status) != 0:
         raise RuntimeError(f"{call} failed with status {int(status)}; is cpu_bytes too large?")

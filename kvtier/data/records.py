@@ -117,9 +117,15 @@ class Loader:
         self._host = host
         self._store = store
         self._streams = streams
-        self._batch_frames = batch_frames
-        self._bounce: HostArena | None = None
-        self._landing: torch.Tensor | None = None
+        # Taken now: a device that is full later must not look like a record that is bad.
+        device = pool.device if pool.device.type == "cuda" else None
+        self._bounce = HostArena(
+            batch_frames if store is not None else 0, host.frame_bytes, pinned=device
+        )
+        lower = device is not None and (store is not None or host.num_frames > 0)
+        self._landing = torch.empty(
+            (batch_frames if lower else 0, host.frame_bytes), dtype=torch.uint8, device=pool.device
+        )
 
     def read(self, parts: Sequence[Part]) -> tuple[list[Place], int]:
         """Bring the records into host memory: where each lies, and how many leading ones are
@@ -127,12 +133,13 @@ class Loader:
 
         Raises what the store raises.
         """
+        if self._store is None and any(part.source is Tier.DISK for part in parts):
+            raise StoreError("this cache has no disk tier")
         places = self._places(parts)
         wanted = [i for i, part in enumerate(parts) if part.source is Tier.DISK]
         if not wanted:
             return places, len(parts)
-        if self._store is None:
-            raise StoreError("this cache has no disk tier")
+        assert self._store is not None
         reads = []
         for i in wanted:
             arena, frames = places[i]
@@ -168,10 +175,10 @@ class Loader:
                 target = self._pool.spans(part.kind, part.dst, live=is_live(part, source=False))
                 copy_spans(record, target)
         self._streams.mark(Lane.LOAD).synchronize()
+        self._streams.passed(fences)
 
     def close(self) -> None:
-        if self._bounce is not None:
-            self._bounce.close()
+        self._bounce.close()
 
     def _places(self, parts: Sequence[Part]) -> list[Place]:
         places: list[Place] = []
@@ -187,12 +194,6 @@ class Loader:
                 places.append((self._host, part.via))
             else:
                 count = -(-size_of(self._layout, part) // self._host.frame_bytes)
-                if self._bounce is None:
-                    self._bounce = HostArena(
-                        self._batch_frames,
-                        self._host.frame_bytes,
-                        pinned=self._pool.device.type == "cuda",
-                    )
                 places.append((self._bounce, tuple(range(used, used + count))))
                 used += count
         return places
@@ -202,10 +203,6 @@ class Loader:
             unpack_pages(self._pool.history, pages, arena.frames, frames)
             return
         # One large copy a record, then one scatter: many small copies run at a tenth of the speed.
-        if self._landing is None:
-            self._landing = torch.empty(
-                (self._batch_frames, arena.frame_bytes), dtype=torch.uint8, device=self._pool.device
-            )
         for row, frame in enumerate(frames):
             self._landing[row].copy_(arena.frames[frame], non_blocking=True)
         unpack_pages(self._pool.history, pages, self._landing, range(len(frames)))

@@ -43,7 +43,14 @@ class Streams(Protocol):
         """All fences so far, the latest of every stream."""
 
     def on(self, lane: Lane, after: Fences = ()) -> AbstractContextManager[None]:
-        """Queue what the body does on this lane, behind ``after``."""
+        """Queue what the body does on this lane, behind ``after``.
+
+        Nothing that a body which raises has queued is still under way when the error comes out:
+        its frames go back to their pools then.
+        """
+
+    def passed(self, fences: Fences) -> None:
+        """These have been waited for on the host: ``fences()`` may leave them out from now on."""
 
     def mark(self, lane: Lane) -> Event:
         """An event behind all that was queued on the lane; ``synchronize`` waits on the host."""
@@ -65,6 +72,9 @@ class CpuStreams:
 
     def on(self, lane: Lane, after: Fences = ()) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def passed(self, fences: Fences) -> None:
+        return None
 
     def mark(self, lane: Lane) -> Event:
         return _Done()
@@ -100,14 +110,25 @@ class CudaStreams:
     @contextmanager
     def on(self, lane: Lane, after: Fences = ()) -> Iterator[None]:
         stream = self._stream(lane)
-        with torch.cuda.stream(stream):
-            for event in after:
-                assert isinstance(event, torch.cuda.Event)
-                stream.wait_event(event)
-            yield
-        if lane is Lane.COMPUTE:
-            # Later packs of what was copied here have to see it.
-            self.fence(stream)
+        done = False
+        try:
+            with torch.cuda.stream(stream):
+                for event in after:
+                    assert isinstance(event, torch.cuda.Event)
+                    stream.wait_event(event)
+                yield
+            done = True
+        finally:
+            if not done:
+                stream.synchronize()
+            elif lane is Lane.COMPUTE:
+                # Later packs of what was copied here have to see it.
+                self.fence(stream)
+
+    def passed(self, fences: Fences) -> None:
+        gone = set(map(id, fences))
+        with self._lock:
+            self._fences = {s: e for s, e in self._fences.items() if id(e) not in gone}
 
     def mark(self, lane: Lane) -> Event:
         # Blocking: a waiting worker must not burn a core.

@@ -18,28 +18,26 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
 
 from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
-from kvtier.core.ops import Op, OpKind, Part
+from kvtier.core.ops import Op, OpKind
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
 from kvtier.data.jobs import Job, Workers
 from kvtier.data.records import Loader, Packer, is_live, record_of, size_of
 from kvtier.data.staging import Staging
-from kvtier.data.streams import Lane, streams_for
+from kvtier.data.streams import Event, Lane, streams_for
 from kvtier.errors import CacheClosed, StoreError
 from kvtier.kernels.pack import copy_spans
 from kvtier.layouts.base import Layout
 from kvtier.seams import Store
-from kvtier.types import Tier
 
-__all__ = ["DeviceTransfer", "Traffic"]
+__all__ = ["DeviceTransfer"]
 
 logger = logging.getLogger("kvtier")
 
@@ -50,16 +48,6 @@ LANDING_THREADS = {"cpu": 2, "cuda": 6}
 """A checksum runs at 5 to 20 GB/s a thread, a copy from a GPU at 50."""
 EXIT_S = 10.0
 """How long the end of the process may wait for a transfer that nobody closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What one tier has given, taken and failed at so far.  Only ever grows."""
-
-    read_bytes: int = 0
-    written_bytes: int = 0
-    faults: int = 0
-    """Ops and records that failed: an error, or a record that was missing or not verified."""
 
 
 class DeviceTransfer:
@@ -82,9 +70,16 @@ class DeviceTransfer:
         frame_bytes = layout.frame_bytes()
         most_frames = max(1, geometry.checkpoint_frames, geometry.parked_frames)
         assert isinstance(config.staging_bytes, int)
-        with torch.inference_mode(False):  # worker threads will write into these tensors
+        self._layout = layout
+        self._store = store
+        self._wait_s = config.wait_s if config.on_full == "wait" else None
+        self._batch_frames = max(BATCH_BYTES // frame_bytes, most_frames)
+        # Worker threads will write into these tensors, so none may be an inference tensor.
+        with torch.inference_mode(False), _current(where):
+            self._streams = streams_for(where)
             self.pool = DevicePool(layout, geometry, where)
-            self.host = HostArena(geometry.cpu_frames, frame_bytes, pinned=where.type == "cuda")
+            pinned = where if where.type == "cuda" else None
+            self.host = HostArena(geometry.cpu_frames, frame_bytes, pinned=pinned)
             self._staging = Staging(
                 config.staging_bytes,
                 frame_bytes,
@@ -92,28 +87,23 @@ class DeviceTransfer:
                 cpu_frames=geometry.cpu_frames,
                 device=where,
             )
-        self._layout = layout
-        self._store = store
-        self._streams = streams_for(where)
-        self._wait_s = config.wait_s if config.on_full == "wait" else None
-        self._batch_frames = max(BATCH_BYTES // frame_bytes, most_frames)
-        self._packer = Packer(layout, self.pool, self.host, self._staging, self._streams)
-        self._loaders = [
-            Loader(layout, self.pool, self.host, store, self._streams, self._batch_frames)
-            for _ in range(config.io_threads)
-        ]
+            self._packer = Packer(layout, self.pool, self.host, self._staging, self._streams)
+            self._loaders = [
+                Loader(layout, self.pool, self.host, store, self._streams, self._batch_frames)
+                for _ in range(config.io_threads)
+            ]
         if where.type == "cuda":
             torch.cuda.synchronize(where)  # the pools were zeroed on the current stream
-        self._traffic = dict.fromkeys(Tier, Traffic())
         self._causes: set[tuple[OpKind, str]] = set()
         self._open_ops = 0
         self._closing = False
         self._stopped = False
         self._lock = threading.Lock()
-        self._packing = Workers("pack", 1)
-        self._landing = Workers("land", LANDING_THREADS.get(where.type, 2))
-        self._reading = Workers("read", config.io_threads)
-        self._writing = Workers("write", 1)
+        prepare = partial(_make_current, where)
+        self._packing = Workers("pack", 1, prepare=prepare)
+        self._landing = Workers("land", LANDING_THREADS.get(where.type, 2), prepare=prepare)
+        self._reading = Workers("read", config.io_threads, prepare=prepare)
+        self._writing = Workers("write", 1, prepare=prepare)
         self._workers = (self._packing, self._landing, self._reading, self._writing)
         # Nobody closed it: its threads go when it goes.  The process ends first: they end before,
         # since a thread that is killed within a copy takes the process down with it.
@@ -125,11 +115,6 @@ class DeviceTransfer:
     def fence(self, stream: object | None) -> None:
         """What is started after this waits for the work queued so far on ``stream``."""
         self._streams.fence(stream)
-
-    def traffic(self, tier: Tier) -> Traffic:
-        """Bytes and faults of one tier so far."""
-        with self._lock:
-            return self._traffic[tier]
 
     def start(
         self,
@@ -200,11 +185,13 @@ class DeviceTransfer:
 
     def _pack(self, job: Job) -> None:
         at = 0
-        while at < job.delivered:  # shrinks when a landing fails
-            with self._guard(job, at, Tier.GPU):
-                at = self._pack_batch(job, at)
-        job.release_sources()
-        job.end_share()
+        try:
+            while at < job.delivered:  # shrinks when a landing fails
+                with self._guard(job, at):
+                    at = self._pack_batch(job, at)
+            job.release_sources()
+        finally:
+            job.end_share()
 
     def _pack_batch(self, job: Job, start: int) -> int:
         """Gather the parts from ``start`` on for which staging is free; returns the next one."""
@@ -222,22 +209,25 @@ class DeviceTransfer:
         self._staging.give(free)
         batch = parts[start : start + len(slots)]
         taken = [slot for held in slots for slot in held]
+        gathered: Event | None = None
         try:
             gathered = self._packer.gather(batch, slots, job.fences)
-        except BaseException:
-            self._staging.give(taken)
-            raise
+        finally:
+            if gathered is None:
+                self._staging.give(taken)
         job.share()
 
         def land(_: int) -> None:
-            with self._guard(job, start, Tier.CPU):
-                self._packer.land(batch, slots, gathered)
-                self._count_moved(batch)
-            self._staging.give(taken)
-            job.end_share()
+            try:
+                with self._guard(job, start):
+                    self._packer.land(batch, slots, gathered)
+            finally:
+                self._staging.give(taken)
+                job.end_share()
 
         self._landing.submit(land)
         gathered.synchronize()
+        self._streams.passed(job.fences)
         return start + len(batch)
 
     # Host or disk -> device
@@ -258,69 +248,75 @@ class DeviceTransfer:
         job.share()
 
         def load(number: int) -> None:
-            if start < job.delivered:  # nothing before it has failed
-                self._load(job, self._loaders[number], start, stop)
-            job.end_share()
+            try:
+                if start < job.delivered:  # nothing before it has failed
+                    self._load(job, self._loaders[number], start, stop)
+            finally:
+                job.end_share()
 
         self._reading.submit(load)
 
     def _load(self, job: Job, loader: Loader, start: int, stop: int) -> None:
         batch = job.op.parts[start:stop]
-        with self._guard(job, start, Tier.DISK):
+        with self._guard(job, start):
             places, good = loader.read(batch)
             if good < len(batch):
                 job.cut(start + good)
-                self._fault(job.op, start + good, Tier.DISK, "missing or damaged record")
-            with self._guard(job, start, Tier.GPU):
-                loader.scatter(batch[:good], places, job.fences)
-                self._count_moved(batch[:good])
+                self._say(job.op, start + good, "missing or damaged record")
+            loader.scatter(batch[:good], places, job.fences)
 
     # Host -> disk
 
     def _write(self, job: Job) -> None:
-        with self._guard(job, 0, Tier.DISK):
-            if self._store is None:
-                raise StoreError("this cache has no disk tier")
-            if job.op.kind is OpKind.DROP:
-                self._store.delete([part.key for part in job.op.parts])
-            else:
-                self._store.put_group(
-                    [record_of(self._layout, self.host, part) for part in job.op.parts]
-                )
-                self._count_moved(job.op.parts)
-        job.end_share()
+        try:
+            with self._guard(job, 0):
+                if self._store is None:
+                    raise StoreError("this cache has no disk tier")
+                if job.op.kind is OpKind.DROP:
+                    self._store.delete([part.key for part in job.op.parts])
+                else:
+                    self._store.put_group(
+                        [record_of(self._layout, self.host, part) for part in job.op.parts]
+                    )
+        finally:
+            job.end_share()
 
     # Device -> device
 
     def _change_device(self, job: Job) -> None:
-        with self._guard(job, 0, Tier.GPU), self._streams.on(Lane.COMPUTE):
-            for part in job.op.parts:
-                if job.op.kind is OpKind.CLEAR:
-                    self.pool.clear(part.dst)
-                else:
-                    copy_spans(
-                        self.pool.spans(part.kind, part.src, live=is_live(part, source=True)),
-                        self.pool.spans(part.kind, part.dst, live=is_live(part, source=False)),
-                    )
-        job.end_share()
+        # Behind every fence, not only what is queued on its own stream: the last owner of these
+        # frames may have run on another.
+        try:
+            with self._guard(job, 0), self._streams.on(Lane.COMPUTE, job.fences):
+                for part in job.op.parts:
+                    if job.op.kind is OpKind.CLEAR:
+                        self.pool.clear(part.dst)
+                    else:
+                        copy_spans(
+                            self.pool.spans(part.kind, part.src, live=is_live(part, source=True)),
+                            self.pool.spans(part.kind, part.dst, live=is_live(part, source=False)),
+                        )
+        finally:
+            job.end_share()
 
-    # Accounts
+    # Faults
 
     @contextmanager
-    def _guard(self, job: Job, part: int, tier: Tier) -> Iterator[None]:
-        """Around one task of one op: whatever goes wrong ends that op at ``part``, is counted,
-        and said once."""
+    def _guard(self, job: Job, part: int) -> Iterator[None]:
+        """Around one task of one op: whatever goes wrong ends that op at ``part``, and is said
+        once.  The caller of ``start`` is told by ``done``; what is no Exception goes on as well."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it was, the op ends and is counted
+        except BaseException as error:
             job.cut(part, error)
-            self._fault(job.op, part, tier, f"{type(error).__name__}: {error}")
+            self._say(job.op, part, f"{type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
 
-    def _fault(self, op: Op, part: int, tier: Tier, why: str) -> None:
+    def _say(self, op: Op, part: int, why: str) -> None:
+        """Log a fault, the first time it has this cause."""
         cause = (op.kind, why.partition(":")[0])
         with self._lock:
-            traffic = self._traffic[tier]
-            self._traffic[tier] = replace(traffic, faults=traffic.faults + 1)
             known = cause in self._causes
             self._causes.add(cause)
         if not known:
@@ -330,16 +326,6 @@ class DeviceTransfer:
                 "".join(p.key.hex() for p in op.parts[part : part + 1]) or "-",
                 why,
             )
-
-    def _count_moved(self, parts: tuple[Part, ...]) -> None:
-        with self._lock:
-            for part in parts:
-                size = size_of(self._layout, part)
-                source = self._traffic[part.source]
-                self._traffic[part.source] = replace(source, read_bytes=source.read_bytes + size)
-                for tier in (part.target, *([Tier.CPU] if part.via else [])):
-                    target = self._traffic[tier]
-                    self._traffic[tier] = replace(target, written_bytes=target.written_bytes + size)
 
     def _op_ended(self, job: Job) -> None:
         if job.staged:
@@ -368,6 +354,16 @@ def _finish(pools: tuple[Workers, ...]) -> None:
         workers.stop()
         for thread in workers.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Where this device is current: nothing done here gives another one a context."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _make_current(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _indexed(device: torch.device) -> torch.device:

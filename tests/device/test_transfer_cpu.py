@@ -3,6 +3,7 @@
 Everything that may not be read is 0xFF, everything that is expected was cloned before.
 """
 
+import asyncio
 import gc
 import logging
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +23,9 @@ import xxhash
 from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Kind, Op, OpKind, Part
-from kvtier.data import DeviceTransfer, HostArena, Traffic
+from kvtier.data import DeviceTransfer, HostArena
 from kvtier.data.jobs import Job
+from kvtier.data.streams import Lane
 from kvtier.errors import CacheClosed, ConfigError, StoreError
 from kvtier.layouts import Component, Layout, Share, gqa
 from kvtier.seams import Read, Record
@@ -304,15 +307,32 @@ def test_host_frames_are_aligned_and_shared_not_copied() -> None:
 def test_a_pinned_arena_is_registered_and_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr("kvtier.data.host._driver", lambda *call: calls.append(call))
+    gpu = torch.device("cuda", 1)
     for forgotten in (False, True):
-        arena = HostArena(3, 4096, pinned=True)
+        arena = HostArena(3, 4096, pinned=gpu)
         start = arena.frames.data_ptr()
         if not forgotten:
             arena.close()
             arena.close()
         del arena
-        assert calls == [("cudaHostRegister", start, 3 * 4096, 0), ("cudaHostUnregister", start)]
+        assert calls == [
+            (gpu, "cudaHostRegister", start, 3 * 4096, 0),
+            (gpu, "cudaHostUnregister", start),
+        ]
         calls.clear()
+
+
+def test_pinned_memory_is_not_copied_by_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flags(arena: HostArena) -> list[str]:
+        blocks = Path("/proc/self/smaps").read_text().split("VmFlags:")
+        start = f"{arena.frames.data_ptr():x}-"
+        (at,) = (i for i, block in enumerate(blocks) if f"\n{start}" in block)
+        return blocks[at + 1].partition("\n")[0].split()
+
+    monkeypatch.setattr("kvtier.data.host._driver", lambda *_: None)
+    plain, pinned = HostArena(64, 4096), HostArena(64, 4096, pinned=torch.device("cuda", 0))
+    assert "dc" in flags(pinned)
+    assert "dc" not in flags(plain)
 
 
 def test_rows_of_a_component_that_is_not_registered() -> None:
@@ -414,18 +434,6 @@ def test_a_reused_frame_loses_its_checksum() -> None:
         assert p.start(OpKind.STORE, to_disk(2, 0)).delivered == 1
         p.start(OpKind.RESTORE, from_disk(2, page=7)).wait()
         assert p.page(7) == want[1]
-
-
-def test_traffic_is_exact() -> None:
-    with plane() as p:
-        size = PLAIN.page_bytes()
-        store_chain(p, 3)
-        p.start(OpKind.RESTORE, from_disk(1, page=0, via=(0,)), from_disk(2, page=1)).wait()
-        p.start(OpKind.RESTORE, from_disk(3, frame=3)).wait()
-        p.start(OpKind.RESTORE, up(3, 5)).wait()
-        assert p.transfer.traffic(GPU) == Traffic(3 * size, 3 * size, 0)
-        assert p.transfer.traffic(CPU) == Traffic(4 * size, 5 * size, 0)
-        assert p.transfer.traffic(DISK) == Traffic(3 * size, 3 * size, 0)
 
 
 # --------------------------------------------------------------------------- tails
@@ -533,7 +541,6 @@ def test_parked_tails_keep_what_they_hold(device: str) -> None:
         back = Part(Kind.TAIL, CPU, (0, 1), GPU, (0, -1, 8, 2), live_dst=True)
         assert p.start(OpKind.RESTORE, back).delivered == 1
         assert tail(p, (0, -1, 8, 2)) == want
-        assert p.transfer.traffic(CPU) == Traffic(len(want), len(want), 0)
         assert set(tail(p, (1, 9, 7, 0))) == {255}
 
 
@@ -564,7 +571,6 @@ def test_a_damaged_record_shortens_the_restore(device: str) -> None:
         assert end.delivered == 2
         assert end.error is None
         assert [p.page(i) for i in range(2)] == want[:2]
-        assert p.transfer.traffic(DISK).faults == 1
         assert p.store.keys(quarantined=True) == {key(3)}
 
 
@@ -600,7 +606,6 @@ def test_a_store_that_raises_is_counted_and_said_once(caplog: pytest.LogCaptureF
             assert isinstance(end.error, StoreError)
         p.store.fail_next()
         assert p.start(OpKind.STORE, to_disk(1, 0)).delivered == 0
-        assert p.transfer.traffic(DISK).faults == 4
         assert [r.getMessage().split(" at")[0] for r in caplog.records] == ["restore", "store"]
         assert key(1).hex() in caplog.text
         assert p.start(OpKind.RESTORE, from_disk(1, page=0)).delivered == 1
@@ -659,6 +664,97 @@ def test_no_disk_tier_is_a_typed_miss() -> None:
         assert isinstance(p.start(OpKind.RESTORE, from_disk(1, page=0)).error, StoreError)
 
 
+class Lanes:
+    """Streams that remember what was asked of them."""
+
+    def __init__(self) -> None:
+        self.fence_events: tuple[Any, ...] = ("step on s1", "step on s2")
+        self.log: list[tuple[object, ...]] = []
+
+    def fence(self, stream: object | None) -> None: ...
+
+    def fences(self) -> tuple[Any, ...]:
+        return self.fence_events
+
+    @contextmanager
+    def on(self, lane: Lane, after: tuple[Any, ...] = ()) -> Iterator[None]:
+        self.log.append((lane, after))
+        yield
+
+    def passed(self, fences: tuple[Any, ...]) -> None:
+        self.log.append(("passed", fences))
+
+    def mark(self, lane: Lane) -> Any:
+        class Mark:
+            def synchronize(it) -> None:
+                self.log.append(("synchronize", lane))
+
+        return Mark()
+
+
+def with_lanes(p: Plane) -> Lanes:
+    lanes = Lanes()
+    for owner in (p.transfer, p.transfer._packer, *p.transfer._loaders):
+        owner._streams = lanes  # type: ignore[attr-defined]
+    return lanes
+
+
+def test_every_op_waits_for_all_fences_and_drops_them_once_they_have_passed() -> None:
+    with plane(TAILED, TAILED_GEOMETRY, io_threads=1) as p:
+        lanes = with_lanes(p)
+        fences = lanes.fence_events
+        p.start(OpKind.COPY, Part(Kind.HISTORY, GPU, (4,), GPU, (5,))).wait()
+        clear = Part(Kind.TAIL, GPU, (), GPU, (0, 1), live_dst=True)
+        p.start(OpKind.CLEAR, clear).wait()
+        # In stream order: the host waits for neither, so no fence has passed.
+        assert lanes.log == [(Lane.COMPUTE, fences)] * 2
+        lanes.log.clear()
+        p.start(OpKind.PACK, down(0, 0)).wait()
+        p.start(OpKind.RESTORE, up(0, 2)).wait()
+        for lane in (Lane.PACK, Lane.LOAD):
+            at = lanes.log.index((lane, fences))
+            waited = lanes.log.index(("synchronize", lane))
+            passed = lanes.log.index(("passed", fences), at)
+            assert at < waited < passed
+
+
+def test_a_device_that_fails_does_not_look_like_a_bad_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A source is to blame for what is missing (no error) and for an OSError, for nothing else."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("device is full")
+
+    with plane(io_threads=1) as p:
+        want = store_chain(p, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr("kvtier.data.records.unpack_pages", full)
+            for part in (from_disk(1, page=0), from_disk(1, page=0, via=(3,)), up(0, 1)):
+                error = p.start(OpKind.RESTORE, part).error
+                assert isinstance(error, torch.OutOfMemoryError)
+                assert not isinstance(error, OSError)
+        assert p.store.keys(quarantined=True) == set()
+        assert p.start(OpKind.RESTORE, from_disk(1, page=0)).delivered == 1
+        assert p.page(0) == want[0]
+        p.store.fail_next()
+        assert isinstance(p.start(OpKind.RESTORE, from_disk(2, page=0)).error, OSError)
+
+
+def test_restores_allocate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with plane(io_threads=1) as p:
+        want = store_chain(p, 2)
+
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError("allocated during a restore")
+
+        monkeypatch.setattr("kvtier.data.records.HostArena", refuse)
+        monkeypatch.setattr(torch, "empty", refuse)
+        end = p.start(OpKind.RESTORE, from_disk(1, page=0), from_disk(2, page=1))
+        assert (end.delivered, end.error) == (2, None)
+        assert [p.page(0), p.page(1)] == want
+
+
 def test_a_callback_that_raises_stops_no_thread(caplog: pytest.LogCaptureFixture) -> None:
     def bug() -> None:
         raise RuntimeError("bug in the caller")
@@ -671,6 +767,43 @@ def test_a_callback_that_raises_stops_no_thread(caplog: pytest.LogCaptureFixture
         assert p.start(OpKind.PACK, down(2, 2)).delivered == 1
         assert p.start(OpKind.RESTORE, from_disk(1, page=4)).delivered == 1
     assert caplog.text.count("completion callback") == 4
+
+
+def test_a_callback_that_is_cancelled_ends_its_op_all_the_same() -> None:
+    """CancelledError is no Exception; ``close`` in the fixture waits for every op."""
+
+    def bug() -> None:
+        raise asyncio.CancelledError
+
+    with plane(io_threads=1) as p:
+        p.start(OpKind.PACK, down(0, 0), packed=bug, done=bug).wait()
+        p.start(OpKind.STORE, to_disk(1, 0), done=bug).wait()
+        p.start(OpKind.RESTORE, up(0, 1), done=bug).wait()
+        assert p.start(OpKind.COPY, Part(Kind.HISTORY, GPU, (0,), GPU, (2,)), done=bug).calls
+        assert p.start(OpKind.PACK, down(2, 2)).delivered == 1
+        assert p.start(OpKind.RESTORE, from_disk(1, page=4)).delivered == 1
+
+
+def test_a_task_that_raises_anything_ends_its_op_and_no_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with plane(io_threads=1) as p:
+        store_chain(p, 1)
+        read_into, put_group = p.store.read_into, p.store.put_group
+
+        def bug(_: object) -> list[bool]:
+            raise SystemExit
+
+        p.store.read_into = p.store.put_group = bug  # type: ignore[method-assign,assignment]
+        for end in (
+            p.start(OpKind.RESTORE, from_disk(1, page=0)),
+            p.start(OpKind.STORE, to_disk(2, 0)),
+        ):
+            assert end.delivered == 0
+            assert isinstance(end.error, (SystemExit, StoreError))
+        p.store.read_into, p.store.put_group = read_into, put_group  # type: ignore[method-assign]
+        assert p.start(OpKind.RESTORE, from_disk(1, page=0)).delivered == 1
+    assert "a task of the data plane failed" in caplog.text
 
 
 # --------------------------------------------------------------------------- bounds
