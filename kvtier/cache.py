@@ -358,9 +358,7 @@ class Cache:
         with self._pump as core:
             ops = core.clear(identity, chosen)
             self._pump.plan(ops)
-            # A store under way ends in a drop of what it wrote.
-            waiting = {op.id for op in ops} | self._pump.running(OpKind.STORE)
-            self._pump.watch(waiting, lambda _: future.set_result(None), follow=(OpKind.DROP,))
+            self._pump.watch((op.id for op in ops), lambda _: future.set_result(None))
         return future
 
     # -- looking inside

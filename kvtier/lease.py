@@ -227,7 +227,7 @@ class Lease:
         with self._pump as core:
             record = self._writable("truncate")
             stands, ops = core.truncate(record, n)
-            if record.state is LeaseState.RESTORING:
+            if record.state is LeaseState.RESTORING or record in core.settled:
                 self._ready = running_future()
                 self._pump.expect_ready(record, self._ready)
             self._pump.plan(ops)

@@ -393,8 +393,14 @@ def test_recency_is_handed_to_the_store() -> None:
     fill(cache, prompt(9))
     transfer.finish_all()
     cache.flush().result(timeout=0)
-    assert {key for key, _ in touched} <= {page.key for page in cache.pages()}
+    assert {key for key, _ in touched} == {page.key for page in cache.pages()}
+    touched.clear()
+    cache.flush().result(timeout=0)
+    assert touched == []
+    fill(cache, prompt(9))
+    transfer.finish_all()
     cache.close()
+    assert len(touched) == 2
 
 
 def test_evict_says_how_many(cache: kvtier.Cache, transfer: ManualTransfer) -> None:
@@ -424,6 +430,21 @@ def test_clear_forgets_at_once_and_for_good() -> None:
     assert cache.stats().tiers[Tier.DISK].resident == 0
     assert {tier: free(cache, tier) for tier in (Tier.GPU, Tier.CPU)} == {0: 16, 1: 16}
     assert list(cache.pages()) == []
+    cache.close()
+
+
+def test_clear_waits_for_a_store_it_has_to_undo() -> None:
+    cache, transfer, _ = with_disk()
+    fill(cache, prompt(9))
+    transfer.finish(transfer.pending[0])
+    (stored,) = transfer.pending
+    cleared = cache.clear()
+    assert ends(transfer.pending) == ["store", "drop"]
+    transfer.finish(stored)
+    assert ends(transfer.pending) == ["drop"]
+    assert not cleared.done()
+    transfer.finish_all()
+    assert cleared.done()
     cache.close()
 
 
@@ -499,6 +520,7 @@ def test_a_cancelled_prefetch_gives_its_budget_back() -> None:
             assert not future.cancel()
         else:
             assert future.cancel()
+            assert not cache._core.prefetches  # at once, not when it would have ended
             with pytest.raises(CancelledError):
                 future.result(timeout=0)
             transfer.finish_all()

@@ -14,7 +14,7 @@ import kvtier
 from kvtier import ConfigError, LeaseError, LeaseNotReady, LeaseReleased, LeaseState, OutOfPages
 from kvtier.testing import ManualTransfer
 from kvtier.types import Span, Tier
-from tests.shell.kit import PAGE, ends, feed, fill, free, make, prompt
+from tests.shell.kit import PAGE, ends, feed, fill, free, make, prompt, tailed
 
 USES: dict[str, Callable[[kvtier.Lease], object]] = {
     "ready": lambda lease: lease.ready,
@@ -434,3 +434,45 @@ def test_what_waits_on_a_closing_cache_wakes_up() -> None:
     with pytest.raises(LeaseError, match="closed with 1 open"):
         cache.close()
     assert ready.result(timeout=0) == 0
+
+
+def test_reserving_by_hand_takes_no_checkpoints() -> None:
+    """Only a step can tell a model where to capture: what nobody fills must not be kept."""
+    sizes = kvtier.CacheConfig(gpu_bytes="80KiB", cpu_bytes="1MiB", max_leases=4)
+    transfer = ManualTransfer()
+    with kvtier.Cache(tailed(), sizes, model="m", transfer=transfer) as cache:
+        lease = cache.lease([1] * 20)
+        transfer.finish_all()
+        frames = cache._core.residency.pools[3].free
+        lease.reserve(9)
+        assert cache._core.residency.pools[3].free == frames
+        lease.commit([1] * 9)
+        assert not any(part.kind.value != "history" for op in transfer.pending for part in op.parts)
+        lease.release()
+        transfer.finish_all()
+        cache.check()
+        found = cache.match([1] * 20)
+        assert (found.tokens, found.history_tokens) == (0, 8)
+
+
+def test_truncating_with_tails_restores_a_checkpoint() -> None:
+    """Rolled-back tokens land on a page end whose tail was kept, and ``ready`` starts anew."""
+    sizes = kvtier.CacheConfig(
+        gpu_bytes="80KiB", cpu_bytes="1MiB", max_leases=4, checkpoints=kvtier.Dense()
+    )
+    transfer = ManualTransfer()
+    with kvtier.Cache(tailed(), sizes, model="m", transfer=transfer) as cache:
+        with cache.lease([1] * 20) as lease:
+            transfer.finish_all()
+            feed(cache, lease, [1] * 11)
+            transfer.finish_all()
+            first = lease.ready
+            assert lease.truncate(10) == 8
+            assert lease.state is LeaseState.RESTORING
+            assert lease.ready is not first
+            assert not lease.ready.done()
+            transfer.finish_all()
+            assert lease.ready.result(timeout=0) == lease.num_tokens == 8
+            assert lease.truncate(3) == 0
+            transfer.finish_all()
+            assert lease.ready.result(timeout=0) == 0
