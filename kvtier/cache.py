@@ -318,8 +318,8 @@ class Cache:
     def flush(self, *, to: Tier = Tier.DISK) -> "Future[None]":
         """Resolves once everything committed so far is as low as it will go.
 
-        ``to=Tier.CPU`` waits for host copies only.  The only call whose future carries StoreError:
-        elsewhere a store that fails is a page that is not kept, and a counter.
+        ``to=Tier.CPU`` waits for host copies only.  Carries StoreError if something could not be
+        stored; elsewhere a store that fails is a page that is not kept, and a counter.
         """
         if to not in (Tier.CPU, Tier.DISK):
             raise ConfigError(f"flush goes to Tier.CPU or Tier.DISK, not {to!r}")
@@ -349,7 +349,8 @@ class Cache:
         """Forget everything (e.g. after a weight update), or one identity, or some tiers.
 
         At once nothing of it can be matched any more, and what is on its way will not appear;
-        open leases keep their pages.  Resolves when the disk has forgotten it too.
+        open leases keep their pages.  Resolves when the disk has forgotten it too, and carries
+        StoreError if it would not: then the old pages may be found again after a restart.
         """
         if identity is not None:
             _check_identity(identity)
@@ -358,7 +359,7 @@ class Cache:
         with self._pump as core:
             ops = core.clear(identity, chosen)
             self._pump.plan(ops)
-            self._pump.watch((op.id for op in ops), lambda _: future.set_result(None))
+            self._pump.watch((op.id for op in ops), partial(_resolve, future))
         return future
 
     # -- looking inside
@@ -486,7 +487,7 @@ def _resolve(future: "Future[None]", error: BaseException | None) -> None:
     elif isinstance(error, KVTierError):
         future.set_exception(error)
     else:
-        failed = StoreError(f"not everything could be stored: {error}")
+        failed = StoreError(f"the disk did not do all of it: {error}")
         failed.__cause__ = error
         future.set_exception(failed)
 

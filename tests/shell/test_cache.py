@@ -448,6 +448,20 @@ def test_clear_waits_for_a_store_it_has_to_undo() -> None:
     cache.close()
 
 
+def test_a_disk_that_will_not_forget_is_loud() -> None:
+    """Old pages would be found again after a restart: nobody may think they are gone."""
+    cache, transfer, _ = with_disk()
+    fill(cache, prompt(9))
+    transfer.finish_all()
+    cleared = cache.clear()
+    (drop,) = transfer.pending
+    transfer.finish(drop, error=OSError(5, "Input/output error"))
+    with pytest.raises(StoreError, match="Input/output error"):
+        cleared.result(timeout=0)
+    assert cache.match(prompt(9)).tokens == 0
+    cache.close()
+
+
 def test_clear_of_nothing_is_done() -> None:
     cache, _ = make()
     assert cache.clear().done()
