@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast, final
 import torch
 from torch import Tensor, nn
 
-from kvtier import KVTierError, LayoutMismatch, TokenError
+from kvtier import ConfigError, KVTierError, LayoutMismatch, TokenError
+from kvtier.config import parse_bytes
 from kvtier.kernels import Case, HeadDims, select_all, table, workspace_rows
 from kvtier.layouts import Layout
 from kvtier_deepseek import structure
@@ -33,7 +34,7 @@ __all__ = ["Adapter", "Backend", "StepReport", "attach", "backends"]
 
 Backend = Literal["auto", "torch", "sdpa", "triton", "flashmla", "flashinfer"]
 
-_RUN: ContextVar[tuple["Adapter", Run] | None] = ContextVar("kvtier_deepseek_run", default=None)
+_RUN: ContextVar[Run | None] = ContextVar("kvtier_deepseek_run", default=None)
 """The innermost step now running in this thread or task."""
 
 
@@ -62,11 +63,14 @@ def attach(
     """Let every attention layer of ``model`` read and write ``cache`` during a step.
 
     All layers or none; other models in the process are untouched; ``state_dict`` keys do not
-    change.  ``workspace_bytes`` bounds the scratch of the materialised form; sequences with at most
-    ``max_absorbed`` new tokens take the absorbed form (default: where the operation counts meet).
-    Raises UnsupportedModel naming what is missing, LayoutMismatch naming the field in which the
-    cache's layout is not this model's, ConfigError for a backend or workspace that cannot work.
+    change.  ``workspace_bytes`` bounds the scratch of both forms of attention; sequences with at
+    most ``max_absorbed`` new tokens take the absorbed form (default: where the operation counts
+    meet).  Raises UnsupportedModel naming what is missing, LayoutMismatch naming the field in which
+    the cache's layout is not this model's, ConfigError for a backend, workspace or limit that
+    cannot work.
     """
+    if max_absorbed is not None and max_absorbed < 0:
+        raise ConfigError(f"max_absorbed={max_absorbed} is negative; 0 turns the absorbed form off")
     config: Any = getattr(model, "config", None)
     _check_model(model)
     for name, module in model.named_modules():
@@ -87,9 +91,10 @@ def attach(
         )
     device = next(model.parameters()).device
     kernels = select_all(_cases(dims, dtype, device.type), backend=backend)
-    max_rows = workspace_rows(workspace_bytes, dims, dtype.itemsize, cache.layout.page_tokens)
+    workspace = parse_bytes(workspace_bytes, "workspace_bytes")
+    max_rows = workspace_rows(workspace, dims, dtype.itemsize, cache.layout.page_tokens)
     attentions = [
-        LayerAttention(layer.module, layer.index, rotation, dims, kernels, max_rows)
+        LayerAttention(layer.module, layer.index, rotation, dims, kernels, max_rows, workspace)
         for layer, rotation in zip(layers, rotations, strict=True)
     ]
     limit = absorb_limit(dims) if max_absorbed is None else max_absorbed
@@ -119,7 +124,7 @@ class Adapter:
         self._report = StepReport(0, 0)
         try:
             for layer in layers:
-                override = _Override(self, layer)
+                override = _Override(layer)
                 layer.module.forward = override
                 self._overrides.append(override)
         except BaseException:
@@ -157,10 +162,12 @@ class Adapter:
         """
         if not self._overrides:
             raise KVTierError("this adapter is detached; attach the model again")
-        if not _made_by_kvtier(step):
-            validate_step(step, page_tokens=self._layout.page_tokens)
-        self._check_ids(step)
         device = step.to_device(pad_to=pad_to)
+        if not _made_by_kvtier(step):
+            page_tokens = self._layout.page_tokens
+            slots = device.layer(self._layers[0].index).rows(COMPONENT).shape[0]
+            validate_step(step, page_tokens=page_tokens, num_pages=slots // page_tokens)
+        self._check_ids(step)
         tokens = int(step.input_ids.shape[0])
         ends = torch.from_numpy(step.cu_seqlens_q[1:].astype("int64")) - 1
         keep = (torch.arange(tokens) if all_logits else ends).to(device.input_ids.device)
@@ -172,7 +179,7 @@ class Adapter:
             page_tokens=self._layout.page_tokens,
             max_absorbed=self._max_absorbed,
         )
-        token = _RUN.set((self, run))
+        token = _RUN.set(run)
         try:
             with torch.no_grad():
                 result = self._model(
@@ -214,10 +221,11 @@ class Adapter:
                 del override.module.forward
 
     def _check_ids(self, step: StepLike) -> None:
-        """On an accelerator an id past the embedding would take the whole context down."""
-        largest, vocab = int(step.input_ids.max(initial=0)), self._vocab_size
-        if largest >= vocab:
-            raise TokenError(f"token id {largest} is not in the model's vocabulary of {vocab}")
+        """On an accelerator an id outside the embedding would take the whole context down."""
+        vocab = self._vocab_size
+        for id in (int(step.input_ids.min(initial=0)), int(step.input_ids.max(initial=0))):
+            if not 0 <= id < vocab:
+                raise TokenError(f"token id {id} is not in the model's vocabulary of {vocab}")
 
     @property
     def _vocab_size(self) -> int:
@@ -244,8 +252,7 @@ class Adapter:
 class _Override:
     """Stands as ``forward`` on one attention module."""
 
-    def __init__(self, adapter: Adapter, layer: LayerAttention) -> None:
-        self.adapter = adapter
+    def __init__(self, layer: LayerAttention) -> None:
         self.layer = layer
 
     @property
@@ -253,13 +260,11 @@ class _Override:
         return self.layer.module
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        current = _RUN.get()
-        if current is not None and current[0] is self.adapter:
-            run = current[1]
-            # A model called from within a step (by a hook, say) is not that step: only the step's
-            # own call carries its mask object.
-            if kwargs.get("attention_mask") is run.mask:
-                return self.layer(run, hidden_states, kwargs["position_embeddings"]), None
+        run = _RUN.get()
+        # A model called from within a step (by a hook, say) is not that step: only the step's own
+        # call carries its mask object.
+        if run is not None and kwargs.get("attention_mask") is run.mask:
+            return self.layer(run, hidden_states, kwargs["position_embeddings"]), None
         return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

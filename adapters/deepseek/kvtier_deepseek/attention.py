@@ -52,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """Paged attention of one module.  ``kernels`` and ``max_rows`` are the adapter's."""
+    """Paged attention of one module.  All but the first two are the same in every layer."""
 
     module: nn.Module
     index: int
@@ -60,6 +60,8 @@ class LayerAttention:
     dims: HeadDims
     kernels: Mapping[str, Kernel]
     max_rows: int
+    """Rows projected up at a time."""
+    workspace_bytes: int
 
     def __call__(self, run: Run, hidden: Tensor, embeddings: Any) -> Tensor:
         """Attention output (1, tokens, hidden) for the step's packed tokens."""
@@ -140,7 +142,12 @@ class LayerAttention:
         key_up, value_up = torch.split(per_head, [d.nope, d.value], dim=1)
         query = torch.cat((torch.einsum("nhp,hpl->nhl", q_nope, key_up), q_rope), dim=-1)
         out, _ = self._kernel(run, "mla_absorbed")(
-            query, rows, group.batch, latent_dim=d.latent, scale=self._scale
+            query,
+            rows,
+            group.batch,
+            latent_dim=d.latent,
+            scale=self._scale,
+            workspace_bytes=self.workspace_bytes,
         )
         return torch.einsum("nhl,hvl->nhv", out, value_up)
 

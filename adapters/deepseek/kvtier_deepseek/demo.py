@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.resources import files
@@ -83,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             second = _in_a_process(options.arch, Path(directory), SECOND, transcripts, len(FIRST))
         except (KVTierError, OSError, ImportError) as error:
             print(f"kvtier demo: {error}", file=sys.stderr)
+            return 2
+        except BrokenProcessPool:
+            print("kvtier demo: the process that served was killed", file=sys.stderr)
             return 2
     return _verdict(first, second)
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kvtier import LayoutMismatch
+from kvtier import LayoutMismatch, TokenError
 
 __all__ = ["DeviceStepLike", "LayerRows", "StepLike", "validate_step"]
 
@@ -65,15 +65,24 @@ class StepLike(Protocol):
     def to_device(self, buffers: Any = None, *, pad_to: int | None = None) -> DeviceStepLike: ...
 
 
-def validate_step(step: StepLike, *, page_tokens: int, component: str = "latent") -> None:
-    """Check hand-made metadata against itself.  An empty batch is fine.
+def validate_step(
+    step: StepLike,
+    *,
+    page_tokens: int,
+    num_pages: int | None = None,
+    component: str = "latent",
+) -> None:
+    """Check hand-made metadata against itself, and against a pool of ``num_pages``.
 
-    Raises LayoutMismatch naming the array and row: wrong shape or type, sums that do not add up,
-    positions that do not follow the context, a KV length shorter than its queries, a block table
-    too short for it, a slot used twice or outside its sequence's own pages.
+    An empty batch is fine.  Raises LayoutMismatch naming the array and row: wrong shape or type,
+    sums that do not add up, positions that do not follow the context, a KV length shorter than its
+    queries, a block table too short for it or with a page that the pool does not have (None: not
+    checked), a slot used twice or outside its sequence's own pages.  TokenError for a negative id.
     """
     batch, tokens = step.query_lens.shape[0], step.input_ids.shape[0]
     _check_shapes(step, batch, tokens, component)
+    if (smallest := int(step.input_ids.min(initial=0))) < 0:
+        raise TokenError(f"input_ids has a negative token id, {smallest}")
     query, context, kv = step.query_lens, step.context_lens, step.kv_lens
     offsets = np.concatenate(([0], np.cumsum(query)))
     if not np.array_equal(step.cu_seqlens_q, offsets) or offsets[-1] != tokens:
@@ -86,7 +95,7 @@ def validate_step(step: StepLike, *, page_tokens: int, component: str = "latent"
             raise LayoutMismatch(
                 f"row {b}: kv_lens {kv[b]} is not context_lens {context[b]} + query_lens {query[b]}"
             )
-        _check_row(step, b, int(offsets[b]), page_tokens, component)
+        _check_row(step, b, int(offsets[b]), page_tokens, num_pages, component)
     slots = step.slot_mapping[component]
     used, counts = np.unique(slots[slots >= 0], return_counts=True)
     if counts.size and counts.max() > 1:
@@ -116,7 +125,9 @@ def _check_shapes(step: StepLike, batch: int, tokens: int, component: str) -> No
             raise LayoutMismatch(f"{name} must be int32, got {array.dtype}")
 
 
-def _check_row(step: StepLike, b: int, begin: int, page_tokens: int, component: str) -> None:
+def _check_row(
+    step: StepLike, b: int, begin: int, page_tokens: int, num_pages: int | None, component: str
+) -> None:
     context, kv = int(step.context_lens[b]), int(step.kv_lens[b])
     mine = slice(begin, begin + kv - context)
     positions = np.arange(context, kv)
@@ -126,6 +137,8 @@ def _check_row(step: StepLike, b: int, begin: int, page_tokens: int, component: 
     pages = step.block_table[b]
     if pages.shape[0] < needed or (pages[:needed] < 0).any():
         raise LayoutMismatch(f"row {b}: block_table needs {needed} pages for {kv} tokens")
+    if num_pages is not None and (largest := int(pages[:needed].max(initial=0))) >= num_pages:
+        raise LayoutMismatch(f"row {b}: block_table names page {largest} of a pool of {num_pages}")
     slots = step.slot_mapping[component][mine]
     own = pages[positions // page_tokens] * page_tokens + positions % page_tokens
     wrong = (slots != own) & (slots != -1)

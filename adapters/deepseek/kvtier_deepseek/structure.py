@@ -72,7 +72,9 @@ def _check_layer(name: str, module: nn.Module, dims: HeadDims) -> None:
             raise UnsupportedModel(
                 f"{name}.{attribute} is {getattr(module, attribute)}, the configuration says {size}"
             )
-    if "forward" in vars(module):
+    # An instance may hold its class's own forward, as the copy of an attached model does.
+    own = vars(module).get("forward")
+    if own is not None and getattr(own, "__func__", None) is not type(module).forward:
         raise UnsupportedModel(f"{name}.forward is already replaced (by a hook or another adapter)")
 
 
