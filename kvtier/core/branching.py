@@ -14,7 +14,6 @@ from kvtier.core.residency import Residency
 from kvtier.core.restore import Restore
 from kvtier.core.writing import Writing
 from kvtier.errors import LeaseError, OutOfPages
-from kvtier.tokens import TokenBuffer
 from kvtier.types import LeaseState, Tier
 
 __all__ = ["Branching"]
@@ -61,13 +60,7 @@ class Branching:
     def _copy_page(self, rec: LeaseRecord, i: int, tokens: int) -> Op:
         """Copy-on-write of a lease's page ``i``, whose first ``tokens`` tokens matter."""
         private, source = self.operations.private, rec.frames[i]
-        copy = None if rec.owned[i] else rec.nodes[i].copies[GPU]
-        if copy is not None:
-            copy.readers += 1
-        missing = self.residency.evictor.room(GPU, 1)
-        if copy is not None:
-            copy.readers -= 1
-        if missing:
+        if self.residency.evictor.room(GPU, 1):
             raise OutOfPages(1, 0)
         (frame,) = private.take(1)
         part = Part(Kind.HISTORY, Tier.GPU, (source,), Tier.GPU, (frame,))
@@ -81,8 +74,7 @@ class Branching:
     def _truncate_to_checkpoint(self, rec: LeaseRecord, n: int) -> tuple[int, list[Op]]:
         path = rec.nodes[: n // self.geometry.page_tokens]
         self.writing.return_captures(rec)
-        rec.limit = len(path)
-        rec.prompt = TokenBuffer(bytes(rec.tokens[: 4 * n]))
+        rec.limit, rec.source = len(path), bytes(rec.tokens[: 4 * n])
         self.residency.pin(path)
         self.restore.let_go(rec)
         rec.tokens = bytearray()

@@ -112,7 +112,7 @@ class DiskTable:
     # ------------------------------------------------------------------ lookups
     @property
     def free(self) -> int:
-        return self.capacity - self.used - self.quarantined
+        return max(0, self.capacity - self.used - self.quarantined)
 
     def find(self, key: bytes) -> int:
         """The row of this key, or -1."""
@@ -289,8 +289,8 @@ class DiskTable:
         rows = self.all_rows()
         if int(self.frames[rows].sum()) != self.used or self.rows != len(rows):
             yield f"I1: disk rows {len(rows)}/{self.rows}, frames used {self.used}"
-        if self.free < 0:
-            yield f"I1: disk over capacity by {-self.free} frames"
+        if self.used > self.capacity:
+            yield f"I1: disk over capacity by {self.used - self.capacity} frames"
         kids = np.zeros_like(self.kids)
         parents = self.parent[rows]
         np.add.at(kids, parents[parents >= 0], 1)

@@ -106,6 +106,10 @@ class LeaseRecord:
     parked: Parked | None = None
     known_pages: int = 0
     """Where the known tree ended when it was opened: a branch point if not the prompt's end."""
+    source: bytes = b""
+    """Packed tokens it is being brought up for: the prompt, or what it stood on before."""
+    give_up: bool = False
+    """Something could not be read, for reasons of the moment: settle for what arrived."""
     cached_tokens: int = 0
     counted: bool = False
     restored: dict[Tier, int] = field(default_factory=dict)

@@ -69,12 +69,8 @@ class Lower:
 
     def _make_room(self, guard: Copy | None, want: int) -> int:
         """Host frames for children of ``guard``, which must not be evicted for them."""
-        if guard is not None:
-            guard.readers += 1
-        fits = self.residency.evictor.make_room(CPU, want)
-        if guard is not None:
-            guard.readers -= 1
-        return fits
+        with self.residency.held(guard):
+            return self.residency.evictor.make_room(CPU, want)
 
     def _pack_checkpoints(self, path: Sequence[Node], op_id: int, moves: list[Move]) -> None:
         frames = self.geometry.checkpoint_frames
@@ -82,9 +78,8 @@ class Lower:
             source, page = node.copies[GPU + CHECKPOINT], node.copies[CPU]
             if source is None or page is None or node.copies[CPU + CHECKPOINT] is not None:
                 continue
-            page.readers += 1
-            missing = self.residency.evictor.room(CPU, frames)
-            page.readers -= 1
+            with self.residency.held(page):
+                missing = self.residency.evictor.room(CPU, frames)
             if missing:
                 self.dropped += 1
                 continue
@@ -101,12 +96,15 @@ class Lower:
             return []
         op_id = self.operations.next_id()
         moves: list[Move] = []
+        refused: set[Node] = set()
         for node in nodes:
-            if node.run is None:
-                continue
-            if all(self._store_page(n, op_id, moves) for n in self._chain(node)):
+            if node.run is None or node.parent in refused:
+                refused.add(node)
+            elif all(self._store_page(n, op_id, moves) for n in self._chain(node)):
                 self._store_checkpoint(node, op_id, moves)
-        ops = self.operations.drop_op()
+            else:
+                refused.add(node)
+        ops = self.operations.drop_op(again=bool(moves))
         return [*ops, self.operations.start(op_id, OpKind.STORE, moves)] if moves else ops
 
     def waiting_below(self, nodes: Sequence[Node]) -> list[Node]:

@@ -112,10 +112,9 @@ class CacheCore:
         self.pins: list[PinRecord] = []
         self.max_pinned = max_pinned
         self.lookups = 0
-        self.lookup_tokens = 0
         if disk is not None:
             self.residency.tick = int(disk.tick[disk.all_rows()].max(initial=0))
-            if not read_only_disk and disk.free < 0:  # opened with a smaller limit than before
+            if not read_only_disk and disk.used > disk.capacity:  # opened with a smaller limit
                 self.residency.evictor.disk_room(0)
 
     # ------------------------------------------------------------------ tables for steps
@@ -182,6 +181,7 @@ class CacheCore:
             extras=extras,
             root=root,
             prompt=tokens,
+            source=tokens.data,
             read=read,
             write=write,
             limit=limit,
@@ -203,7 +203,6 @@ class CacheCore:
         root.pins += 1
         self.leases[rec.id] = rec
         self.lookups += 1
-        self.lookup_tokens += len(tokens)
         self.residency.touch(rec.nodes, hits=1)
         self.lifetimes.extend(rec.nodes, rec)
         if write:
@@ -328,8 +327,9 @@ class CacheCore:
         path, _ = self.restore.path(
             self.residency.root(identity), tokens.data, extras, len(tokens) // page
         )
-        budget = int(self.max_pinned * max(self.geometry.gpu_pages, self.geometry.cpu_frames))
-        room = max(0, budget - sum(p.frames for p in self.pins))
+        tiers = (self.geometry.gpu_pages, self.geometry.cpu_frames)
+        budget = int(self.max_pinned * min(size for size in tiers if size))
+        room = max(0, budget - len({n for p in self.pins for n in p.nodes}))
         held = path[:room]
         self.residency.keep(held, 1)
         for n in reversed(path[room:]):
@@ -358,7 +358,7 @@ class CacheCore:
         pages; with all tiers they can no longer be matched and publish nothing more.  What is in
         flight becomes visible to nobody."""
         self.upkeep.clear(identity, tiers)
-        return self._drops()
+        return self.operations.drop_op(again=True)
 
     def expire(self, now: float) -> list[Op]:
         """Drop pages whose time to live has passed and that nobody holds."""
@@ -372,14 +372,20 @@ class CacheCore:
         return self._drops()
 
     def finish(self, op_id: int, delivered: int, failed: bool = False) -> list[Op]:
-        """An operation has ended with its first ``delivered`` parts done."""
-        run = self.operations.finish(op_id, delivered)
+        """An operation has ended with its first ``delivered`` parts done.
+
+        A RESTORE that ends short without having ``failed`` found the source of its next part bad
+        or missing: that copy is not offered again.  One that failed (a device, a medium, a lack
+        of memory) says nothing of its source: the leases waiting settle for what arrived.
+        """
+        run = self.operations.finish(op_id, delivered, failed=failed)
         ops: list[Op] = []
         delivered = len(run.moves) if run.failed_at < 0 else run.failed_at
         for rec in [r for r in self.leases.values() if op_id in r.waits]:
             if any(m.tail is rec.tail for m in run.moves[:delivered]) and rec.tail is not None:
                 rec.tail_ok = True
             rec.waits.discard(op_id)
+            rec.give_up = rec.give_up or (failed and run.failed_at >= 0)
             if rec.parked is not None and rec.parked.op_id == op_id and run.failed_at >= 0:
                 rec.parked.ok = False
             if not rec.waits:

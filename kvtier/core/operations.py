@@ -7,7 +7,7 @@ lease: whoever goes away meanwhile leaves these behind, and they return here, ex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.core.copies import CHECKPOINT, CPU, DISK, TIERS, Copy
+from kvtier.core.copies import CPU, DISK, TIERS, Copy
 from kvtier.core.frames import FramePool
 from kvtier.core.leases import Tail
 from kvtier.core.ops import Kind, Op, OpKind, Part
@@ -40,7 +40,8 @@ class Running:
     packed: bool = False
     failed_at: int = -1
     """First part that was not delivered, once ended; -1: all were."""
-    touched: list[Copy] = field(default_factory=list)
+    drops: dict[bytes, int] = field(default_factory=dict)
+    """DROP: frames by key."""
 
 
 class PrivateFrames:
@@ -83,6 +84,8 @@ class Operations:
         self.last_id = 0
         self.bad_keys: dict[bytes, int] = {}
         """Quarantined keys -> frames, until their deletion is confirmed."""
+        self.undeleted: dict[bytes, int] = {}
+        """Keys whose DROP has failed."""
         self.read_only_disk = False
         self.suspects: dict[bytes, None] = {}
         """Keys quarantined lately, for ``explain``; bounded."""
@@ -119,13 +122,18 @@ class Operations:
         holds nothing."""
         return self.start(self.next_id(), kind, [Move(part)], tokens)
 
-    def drop_op(self) -> list[Op]:
-        """A DROP for every key the disk should forget by now."""
-        keys, self.residency.drops = self.residency.drops, []
+    def drop_op(self, *, again: bool = False) -> list[Op]:
+        """A DROP for every key the disk should forget by now; with ``again`` also for those that
+        it could not delete before."""
+        keys, self.residency.drops = self.residency.drops, {}
+        if again:
+            keys, self.undeleted = {**self.undeleted, **keys}, {}
         if not keys or self.read_only_disk:
             return []
         parts = [Move(Part(Kind.HISTORY, Tier.DISK, (), Tier.DISK, (), key=k)) for k in keys]
-        return [self.start(self.next_id(), OpKind.DROP, parts)]
+        op = self.start(self.next_id(), OpKind.DROP, parts)
+        self.running[op.id].drops = keys
+        return [op]
 
     # ------------------------------------------------------------------ endings
     def packed(self, op_id: int) -> None:
@@ -136,7 +144,7 @@ class Operations:
         for m in run.moves:
             self._release_sources(m)
 
-    def finish(self, op_id: int, delivered: int) -> Running:
+    def finish(self, op_id: int, delivered: int, *, failed: bool) -> Running:
         """An operation has ended with its first ``delivered`` parts done."""
         run = self.running.pop(op_id)
         kind, moves = run.op.kind, run.moves
@@ -146,24 +154,29 @@ class Operations:
             run.failed_at = delivered
         for m in moves[:delivered]:
             for copy in m.targets:
-                copy.writer = 0 if copy.node is None else copy.writer
-                if copy.node is not None:
+                if copy.node is None:
+                    copy.writer = 0
+                else:
                     self.residency.arrived(copy)
                 self.residency.let_go(copy)
         if kind is OpKind.DROP:
-            self._dropped(moves)
-        failed = [c for m in moves[delivered:] for c in m.targets]
-        for copy in failed:
+            self._dropped(run.drops, done=run.failed_at < 0)
+        unfilled = [c for m in moves[delivered:] for c in m.targets]
+        for copy in unfilled:
             if copy.node is not None and copy.tier == DISK:
                 self.residency.unfill(copy)
             copy.writer = 0
-        for copy in failed:
+        for copy in unfilled:
             self.residency.lose(copy)
             self.residency.let_go(copy)
-        if kind is OpKind.RESTORE and run.failed_at >= 0:
-            self._suspect(moves[run.failed_at].source)
-        elif run.failed_at >= 0 and kind is not OpKind.DROP:
-            self.residency.faults[CPU if kind is OpKind.PACK else DISK] += 1
+        if run.failed_at >= 0:
+            source = moves[run.failed_at].source
+            tier = CPU if kind is OpKind.PACK else DISK
+            if kind is OpKind.RESTORE and source is not None:
+                tier = source.tier
+                if not failed:
+                    self._suspect(source)
+            self.residency.faults[tier] += 1
         for m in moves:
             if not run.packed:
                 self._release_sources(m)
@@ -181,15 +194,11 @@ class Operations:
         if m.tail_src is not None:
             self.tails.unuse(m.tail_src)
 
-    def _suspect(self, source: Copy | None) -> None:
-        """The source of the first part that failed is not offered again."""
-        if source is None:
-            return
-        tier = source.tier
-        self.residency.faults[tier] += 1
+    def _suspect(self, source: Copy) -> None:
+        """A bad source is not offered again."""
         if source.node is None or source.node.run is None:
             return
-        if tier == DISK:
+        if source.tier == DISK:
             disk = self.residency.disk
             assert disk is not None
             row = source.frames[0]
@@ -201,11 +210,19 @@ class Operations:
             self.residency.quarantine.add(row)
         self.residency.lose(source)
 
-    def _dropped(self, moves: Sequence[Move]) -> None:
+    def _dropped(self, drops: dict[bytes, int], *, done: bool) -> None:
+        """Frames of deleted records are free for good; of those that could not be deleted they
+        stay counted, and the deletion is asked for again before the next STORE."""
         disk = self.residency.disk
         assert disk is not None
-        for m in moves:
-            disk.quarantined -= self.bad_keys.pop(m.part.key, 0)
+        for key, frames in drops.items():
+            if done:
+                disk.quarantined -= self.bad_keys.pop(key, 0)
+            elif disk.find(key) < 0:  # else it has been stored again: that overwrites it
+                if key not in self.bad_keys:
+                    self.bad_keys[key] = frames
+                    disk.quarantined += frames
+                self.undeleted[key] = frames
 
 
 class TailPools:
@@ -277,7 +294,3 @@ def history_part(
         depth=node.depth,
         tokens=tokens,
     )
-
-
-def is_tail(copy: Copy) -> bool:
-    return copy.slot >= CHECKPOINT

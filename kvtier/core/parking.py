@@ -14,7 +14,6 @@ from kvtier.core.ops import Kind, Op, OpKind, Part
 from kvtier.core.residency import Residency
 from kvtier.core.restore import Restore
 from kvtier.errors import OutOfPages
-from kvtier.tokens import TokenBuffer
 from kvtier.types import LeaseState, Tier
 
 __all__ = ["Parking"]
@@ -138,15 +137,14 @@ class Parking:
     def _resume_shorter(self, rec: LeaseRecord) -> list[Op]:
         parked = rec.parked
         assert parked is not None
-        path, before = parked.nodes, (rec.limit, rec.prompt, rec.tokens)
+        path, before = parked.nodes, (rec.limit, rec.tokens)
         rec.limit, rec.length, rec.parked = len(path), 0, None
-        rec.prompt = TokenBuffer(bytes(rec.tokens[: 4 * parked.length]))
-        rec.tokens = bytearray()
+        rec.source, rec.tokens = bytes(rec.tokens[: 4 * parked.length]), bytearray()
         try:
             ops = self.restore.bring_up(rec, path)
         except OutOfPages:
             rec.length, rec.parked = parked.length, parked
-            rec.limit, rec.prompt, rec.tokens = before
+            rec.limit, rec.tokens = before
             raise
         self._give_back(parked)
         return ops
@@ -176,7 +174,6 @@ class Parking:
         rec.length = parked.length
         self.drop(rec)
         self.restore.activate(rec)
-        rec.restored[Tier.CPU] += rec.length - sum(rec.restored.values())
         return []
 
     def drop(self, rec: LeaseRecord) -> None:

@@ -100,7 +100,7 @@ def stats(core: "CacheCore") -> CacheStats:
     restoring = sum(r.state is LeaseState.RESTORING for r in core.leases.values())
     return CacheStats(
         lookups=core.lookups,
-        lookup_tokens=core.lookup_tokens,
+        lookup_tokens=core.restore.lookup_tokens,
         computed_tokens=core.restore.computed_tokens,
         leases=len(core.leases),
         restoring=restoring,
@@ -131,7 +131,8 @@ def _tier(core: "CacheCore", tier: Tier) -> TierStats:
         disk = res.disk
         if disk is None:
             return TierStats()
-        capacity, free, quarantined = disk.capacity, disk.free, disk.quarantined
+        capacity, free = disk.capacity, disk.free
+        quarantined = capacity - free - disk.used  # a STORE counted on it may be on its way
         resident = disk.used - in_flight
     else:
         pool = res.pools[int(tier)]

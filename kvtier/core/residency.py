@@ -14,6 +14,7 @@ Knows nothing of leases beyond the counts ``pins`` and ``keeps`` on nodes.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvtier.config import EvictionPolicy
 from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, TIERS, Copy
@@ -59,7 +60,7 @@ class Residency:
         """Disk rows whose page has a node, by row."""
         self.quarantine: set[int] = set()
         """Rows found bad, on their way out."""
-        self.drops: list[bytes] = []
+        self.drops: dict[bytes, int] = {}
         """Keys the disk should forget; drained into a DROP."""
         self.orphans: dict[Copy, None] = {}
         """Copies that left the tree while an operation still held their frames."""
@@ -104,7 +105,15 @@ class Residency:
         return key
 
     # ------------------------------------------------------------------ copies
-    def attach(self, node: Node, slot: int, frames: tuple[int, ...], writer: int = 0) -> Copy:
+    def attach(
+        self,
+        node: Node,
+        slot: int,
+        frames: tuple[int, ...],
+        writer: int = 0,
+        *,
+        silent: bool = False,
+    ) -> Copy:
         """Give a node a copy; READY at once unless an operation still has to write it."""
         assert node.copies[slot] is None, "I3: a second copy in one tier"
         copy = node.copies[slot] = Copy(node, slot, frames, writer)
@@ -116,7 +125,7 @@ class Residency:
         if slot % 3 == DISK:
             self._hold_row(copy, bool(writer) + bool(slot == DISK and node.keeps))
         if not writer:
-            self._ready(copy)
+            self._ready(copy, silent=silent)
         return copy
 
     def arrived(self, copy: Copy) -> None:
@@ -130,9 +139,9 @@ class Residency:
         """The operation that was to fill a disk copy has failed."""
         self._hold_row(copy, -1)
 
-    def _ready(self, copy: Copy) -> None:
+    def _ready(self, copy: Copy, *, silent: bool = False) -> None:
         copy.ready = True
-        if self.events is not None and copy.slot < CHECKPOINT:
+        if self.events is not None and copy.slot < CHECKPOINT and not silent:
             assert copy.node is not None
             if copy.node.run is not None:  # what arrives too late is nobody's news
                 self.note("stored", self.digest(copy.node), copy.tier)
@@ -193,14 +202,16 @@ class Residency:
             self.drop_row(below)
         bad = row in self.quarantine
         self.quarantine.discard(row)
-        self.drops.append(self.disk.remove(row, quarantine=bad))
+        frames = int(self.disk.frames[row])
+        self.drops[self.disk.remove(row, quarantine=bad)] = frames
 
     def drop_row(self, row: int) -> None:
         """Forget a row whose page has no node."""
         assert self.disk is not None
         if self.events is not None and not self.disk.is_checkpoint(row):
             self.note("removed", self.disk.key(row), DISK)
-        self.drops.append(self.disk.remove(row))
+        frames = int(self.disk.frames[row])
+        self.drops[self.disk.remove(row)] = frames
 
     def lose(self, copy: Copy) -> None:
         """A copy turned out bad or was never made: whatever needs it in its tier goes too."""
@@ -362,7 +373,7 @@ class Residency:
     def link_row(self, node: Node, row: int) -> None:
         assert self.disk is not None
         node.digest = self.disk.key(row)
-        self.attach(node, DISK, (row,))
+        self.attach(node, DISK, (row,), silent=True)  # it has been there all the time
         self.disk_nodes[row] = node
         tail = self.disk.find(checkpoint_key(node.digest)) if self.geometry.has_tails else -1
         if tail >= 0:
@@ -387,6 +398,19 @@ class Residency:
         if copy.slot % 3 == DISK and copy.node is not None:
             self._hold_row(copy, -1)
         self.let_go(copy)
+
+    @contextmanager
+    def held(self, *copies: Copy | None) -> Iterator[None]:
+        """These stay where they are while room is made beside them."""
+        kept = [c for c in copies if c is not None]
+        for c in kept:
+            c.readers += 1
+        try:
+            yield
+        finally:
+            for c in kept:
+                c.readers -= 1
+                self.offer(c)  # an order that came across one meanwhile has forgotten it
 
     def keep(self, nodes: Iterable[Node], by: int) -> None:
         """Hold (+1) or free (-1) pages so that each stays in some tier."""

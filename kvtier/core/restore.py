@@ -45,6 +45,7 @@ class Restore:
         self.geometry: Geometry = residency.geometry
         self.hit_tokens = [0, 0, 0]
         self.computed_tokens = 0
+        self.lookup_tokens = 0
 
     # ------------------------------------------------------------------ what is there
     def path(
@@ -123,21 +124,16 @@ class Restore:
                 checkpoint = res.best(use[-1], CHECKPOINT)
                 assert checkpoint is not None
                 held.append(checkpoint)
-            for c in held:  # a source must survive the eviction made for its target
-                c.readers += 1
-            lacking = res.evictor.room(GPU, len(missing) + spare)
             tail = None
+            with res.held(*held):  # a source must survive the eviction made for its target
+                lacking = res.evictor.room(GPU, len(missing) + spare)
             if not lacking and self.geometry.has_tails:
                 tail = self.tails.take(self._windows_at(limit))
                 lacking = tail is None
-            for c in held:
-                c.readers -= 1
             if not lacking:
                 break
             shorter = self.resumable(path, limit - 1, rec.spans) if limit else 0
             res.unpin(use[shorter:])
-            for c in held:
-                res.offer(c) if c.node is not None else None
             if not limit:
                 if self.geometry.has_tails and not self.tails.states.free:
                     raise OutOfPages(1, 0, "state slots")
@@ -212,12 +208,8 @@ class Restore:
         guard = above.copies[CPU] if above is not None else None
         if above is not None and above.depth and guard is None:
             return {}
-        held = [c for n in missing if (c := res.best(n)) is not None]
-        for c in [*held, *([guard] if guard is not None else [])]:
-            c.readers += 1
-        fits = res.evictor.make_room(CPU, len(todo))
-        for c in [*held, *([guard] if guard is not None else [])]:
-            c.readers -= 1
+        with res.held(guard, *(res.best(n) for n in missing)):
+            fits = res.evictor.make_room(CPU, len(todo))
         frames = res.pools[CPU].take(fits)
         return {n: res.attach(n, CPU, (f,), op_id) for n, f in zip(todo, frames, strict=False)}
 
@@ -270,6 +262,10 @@ class Restore:
             self.activate(rec)
             return []
         path = rec.nodes
+        if rec.give_up:
+            good = next((i for i, c in enumerate(copies) if c is None or not c.ready), len(copies))
+            rec.limit = min(rec.limit, good if good < len(copies) else good - 1)
+            rec.give_up = False
         self.residency.pin(path)  # so that letting go does not tidy away what is still good
         self.let_go(rec)
         ops = self.bring_up(rec, path)
@@ -280,7 +276,7 @@ class Restore:
         page = self.geometry.page_tokens
         if not rec.length:
             rec.length = len(rec.nodes) * page
-            rec.tokens = bytearray(rec.prompt.data[: rec.length * 4])
+            rec.tokens = bytearray(rec.source[: rec.length * 4])
         rec.frames += rec.spare
         rec.owned += [True] * len(rec.spare)
         rec.spare = []
@@ -291,19 +287,23 @@ class Restore:
         if rec.tail is not None:
             for number, frame in rec.tail.windows.items():
                 self.tables.put_window(rec.row, number, frame)
-        rec.cached_tokens = rec.length
-        rec.restored = {Tier.GPU: len(rec.nodes) * page, Tier.CPU: 0, Tier.DISK: 0}
-        for n in rec.nodes if rec.origins else ():
-            tier = rec.origins.get(n, Tier.GPU)
+        if not rec.counted:
+            self._count(rec)
+        rec.origins = {}
+        self.settled.append(rec)
+
+    def _count(self, rec: LeaseRecord) -> None:
+        """A lease is admitted: what it need not compute, by the tier each page came from."""
+        page = self.geometry.page_tokens
+        rec.counted, rec.cached_tokens = True, rec.length
+        rec.restored = {Tier.GPU: rec.length, Tier.CPU: 0, Tier.DISK: 0}
+        for tier in (rec.origins.get(n, Tier.GPU) for n in rec.nodes) if rec.origins else ():
             rec.restored[Tier.GPU] -= page
             rec.restored[tier] += page
-        rec.origins = {}
-        if not rec.counted:
-            rec.counted = True
-            for tier, tokens in rec.restored.items():
-                self.hit_tokens[tier] += tokens
-            self.computed_tokens += len(rec.prompt) - rec.length
-        self.settled.append(rec)
+        for tier, tokens in rec.restored.items():
+            self.hit_tokens[tier] += tokens
+        self.computed_tokens += len(rec.prompt) - rec.length
+        self.lookup_tokens += len(rec.prompt)
 
     def let_go(self, rec: LeaseRecord) -> None:
         """The one way a lease lets go of nodes, pages and tail, whatever state it is in.  Spare

@@ -64,7 +64,20 @@ class FakeDisk:
                 payload,
             )
         for key, record in group.items():
-            self.records.setdefault(key, record)
+            if (
+                self.records.get(key, (None,) * 6)[5] != record[5]
+            ):  # other bytes: not "already there"
+                self.records[key] = record
+        return True
+
+    def delete(self, keys: list[bytes]) -> bool:
+        """Refuses to leave a record behind without its parent."""
+        gone = set(keys)
+        for key, (parent, depth, _, tail, _, _) in self.records.items():
+            if key not in gone and (tail or depth > 1) and parent in gone:
+                return False
+        for key in keys:
+            self.records.pop(key, None)
         return True
 
     def scan(self) -> np.ndarray:
@@ -127,11 +140,12 @@ class FakePlane:
     def finish(self, op_id: int, delivered: int | None) -> int:
         """Carry an operation out up to ``delivered`` parts (None: all); returns how many were."""
         op = self.live[op_id]
+        self.bad_source = False
         n = len(op.parts) if delivered is None else min(delivered, len(op.parts))
         if op.kind is OpKind.DROP:
-            for part in op.parts:
-                self.disk.records.pop(part.key, None)
-            n = len(op.parts)
+            n = len(op.parts) if n == len(op.parts) else 0
+            if n and not self.disk.delete([p.key for p in op.parts]):
+                n = 0
         elif op.kind is OpKind.STORE:
             n = len(op.parts) if n == len(op.parts) else 0
             payloads = [self._source(p) for p in op.parts]
@@ -141,7 +155,7 @@ class FakePlane:
             for i, part in enumerate(op.parts[:n]):
                 value = self.read.get((op_id, i), None) or self._source(part)
                 if value is None or value == GARBAGE:
-                    n = i
+                    n, self.bad_source = i, True
                     break
                 self._write(part, value)
         elif op.kind is OpKind.PACK:

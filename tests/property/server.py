@@ -63,6 +63,8 @@ class FakeServer:
 
     def boot(self) -> None:
         """A new process on the same disk."""
+        if hasattr(self, "core"):  # what could not be deleted would be back: `clear` says so
+            self.disk.delete(list(self.core.operations.undeleted))
         entries = self.disk.scan() if self.geometry.disk_frames else None
         self.core = self.make(
             self.geometry, **{"chain": b"c" * 16, "entries": entries, **self.options}
@@ -72,6 +74,7 @@ class FakeServer:
         self.admitted: set[int] = set()
         self.admitted_tokens = 0
         self.last = CacheStats()
+        self.found = set(self.disk.records)
         self.seen: set[tuple[bytes, Tier]] = set()
         """What a reader of the event stream believes to be there."""
         if self.events_on:
@@ -108,13 +111,14 @@ class FakeServer:
         op = self.plane.live[op_id]
         if op.kind is OpKind.PACK and not self.core.operations.running[op_id].packed:
             self.plane.pack(op_id)
-        if op.kind in (OpKind.COPY, OpKind.CLEAR, OpKind.DROP):
+        if op.kind in (OpKind.COPY, OpKind.CLEAR):
             delivered = None  # device work in stream order does not fail by itself
         waiting = [r for r in self.core.leases.values() if op_id in r.waits]
         several = [r for r in waiting if r.id in self.waits_for_two]
         n = self.plane.finish(op_id, delivered)
         REACHED[f"partial {op.kind.value}"] += n < len(op.parts)
-        self.run(self.core.finish(op_id, n, n < len(op.parts)))
+        short = n < len(op.parts)
+        self.run(self.core.finish(op_id, n, short and not self.plane.bad_source))
         for rec in waiting:
             if op_id < min(rec.waits, default=0) and rec.state is LeaseState.RESTORING:
                 REACHED["planned again"] += 1
@@ -413,6 +417,7 @@ class FakeServer:
         assert stats.dropped_stores >= last.dropped_stores
         hits = sum(s.hit_tokens for s in stats.tiers.values())
         assert hits + stats.computed_tokens == self.admitted_tokens, "hits + computed != prompts"
+        assert stats.lookup_tokens == self.admitted_tokens
         self.last = stats
 
     def check_events(self) -> None:
@@ -429,11 +434,17 @@ class FakeServer:
             (core.residency.digest(n), tier)
             for _, n in self.pages()
             for tier, c in zip(TIERS, n.copies[:3], strict=True)
-            if c is not None and c.ready
+            if c is not None and c.ready and tier is not Tier.DISK
         }
-        if disk is not None:  # what only the disk has stays announced
-            rows = {disk.key(int(r)) for r in disk.all_rows()}
-            there |= {e for e in self.seen if e[1] is Tier.DISK and e[0] in rows}
+        if disk is not None:  # what was there at the start is listed, not announced
+            rows = {disk.key(int(r)) for r in disk.all_rows() if not disk.is_checkpoint(int(r))}
+            filling = {
+                core.residency.digest(n)
+                for _, n in self.pages()
+                if (c := n.copies[DISK]) is not None and not c.ready
+            }
+            there |= {(k, Tier.DISK) for k in rows - filling - self.found}
+            there |= {e for e in self.seen if e[0] in rows & self.found and e[1] is Tier.DISK}
         assert self.seen == there, (self.seen - there, there - self.seen)
 
 

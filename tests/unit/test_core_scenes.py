@@ -423,7 +423,8 @@ def test_resume_is_shorter_if_the_host_was_full() -> None:
     made.drain()
     made.run(made.core.resume(rec))
     made.drain()
-    assert rec.state is LeaseState.ACTIVE and rec.length == 4 == rec.cached_tokens
+    assert rec.state is LeaseState.ACTIVE and rec.length == 4
+    assert rec.cached_tokens == 0, "what it has computed itself is no hit"
     made.sound()
 
 
