@@ -85,7 +85,7 @@ def Sparse(*, every_pages: int = 16) -> CheckpointPolicy:
 
 
 class EvictionPolicy(Protocol):
-    """Which evictable page goes first, and what a full tier lets in.  One instance per tier."""
+    """Which evictable page goes first, and what a full tier lets in.  One instance per cache."""
 
     def rank(self, tick: int, hits: int) -> int:
         """Pages with the lowest rank leave first; ``tick`` is when it was last used (a counter),

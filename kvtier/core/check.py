@@ -74,7 +74,7 @@ def _nodes(core: "CacheCore", nodes: list[Node], pins: Counter[Node], errors: li
         keeps.update(pin.nodes)
     for rec in core.leases.values():
         if rec.parked is not None:
-            keeps.update(rec.parked.nodes)
+            keeps.update(rec.parked.nodes[: rec.parked.kept])
     roots = Counter(rec.root for rec in core.leases.values())
     for who, root in core.residency.tree.roots.items():
         if root.pins != roots.pop(root, 0):

@@ -198,10 +198,9 @@ class DiskTable:
             slot += 1
         index[slot] = _GONE
         self._tombs += 1
-        if self._tombs > self._size:
-            self.live[row] = 0
-            self._reindex()
         self.live[row] = 0
+        if self._tombs > self._size // 4:  # tombstones lengthen every miss
+            self._reindex()
         frames = int(self.frames[row])
         self.used -= frames
         if quarantine:

@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     from kvtier.core.copies import Copy
 
-__all__ = ["Adaptive", "EvictionOrder", "Lru", "S3Fifo", "policy_for"]
+__all__ = ["EvictionOrder", "Lru", "S3Fifo", "SecondTouch", "policy_for"]
 
 Entry = tuple[int, int, int, "Copy"]
 _PRIORITY = 1 << 56
@@ -32,7 +32,7 @@ class Lru:
         return True
 
 
-class Adaptive(Lru):
+class SecondTouch(Lru):
     """Least recently used first; a full tier lets in only what was found again once."""
 
     def admit(self, hits: int, *, full: bool) -> bool:
@@ -62,7 +62,7 @@ def policy_for(name: str | EvictionPolicy) -> EvictionPolicy:
     if name == "s3fifo":
         return S3Fifo()
     if name == "adaptive":
-        return Adaptive()
+        return SecondTouch()
     raise ConfigError(f"unknown eviction policy {name!r}")
 
 

@@ -65,7 +65,7 @@ class Evictor:
         gone = 0
         stride = self.residency.tree.stride
         slot = victims[0].tier if victims else GPU  # one pool, so one tier
-        self.residency.evictions[slot] += len(victims)
+        self.residency.evictions[slot] += sum(len(c.frames) for c in victims)
         for copy in victims:
             node = copy.node
             assert node is not None and node.parent is not None
@@ -210,7 +210,7 @@ class Evictor:
         if victims is None:
             return False
         for row in victims:
-            self.residency.evictions[DISK] += 1
+            self.residency.evictions[DISK] += int(disk.frames[row])
             node = self.residency.disk_nodes.get(row)
             if node is None:
                 self._drop_tail_copy(row)

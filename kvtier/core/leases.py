@@ -54,7 +54,9 @@ class Parked:
 
     length: int
     nodes: list[Node]
-    """Its path, kept in some tier meanwhile."""
+    """Its path."""
+    kept: int
+    """How many of these are kept in some tier meanwhile."""
     pages: "dict[int, Copy]" = field(default_factory=dict)
     """Private pages by number; host copies without a node."""
     tail: "Copy | None" = None

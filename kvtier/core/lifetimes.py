@@ -49,6 +49,11 @@ class Lifetimes:
                 ]
                 heapify(self._expiring)
 
+    @property
+    def next(self) -> float:
+        """When ``expire`` may have something to do; infinity: never."""
+        return self._expiring[0][0] if self._expiring else NEVER
+
     def expire(self, now: float) -> None:
         """Drop pages whose time to live has passed and that nobody holds."""
         again: list[tuple[float, int, Node]] = []

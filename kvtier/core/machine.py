@@ -360,6 +360,11 @@ class CacheCore:
         self.upkeep.clear(identity, tiers)
         return self.operations.drop_op(again=True)
 
+    @property
+    def next_expiry(self) -> float:
+        """The earliest time at which ``expire`` may have something to do; infinity: never."""
+        return self.lifetimes.next
+
     def expire(self, now: float) -> list[Op]:
         """Drop pages whose time to live has passed and that nobody holds."""
         self.lifetimes.expire(now)

@@ -6,7 +6,7 @@ has (partial page, unpublished pages, live tail) is parked in host frames of its
 
 from collections.abc import Sequence
 
-from kvtier.core.copies import CPU, GPU, Copy
+from kvtier.core.copies import CHECKPOINT, CPU, GPU, Copy
 from kvtier.core.leases import LeaseRecord, Parked
 from kvtier.core.lower import Lower
 from kvtier.core.operations import Move
@@ -31,7 +31,7 @@ class Parking:
     # ------------------------------------------------------------------ down
     def pause(self, rec: LeaseRecord) -> list[Op]:
         """Park the lease; it is RESTORING until that has ended, then PAUSED."""
-        parked = rec.parked = Parked(rec.length, list(rec.nodes))
+        parked = rec.parked = Parked(rec.length, list(rec.nodes), len(rec.nodes))
         self.residency.keep(parked.nodes, 1)
         rec.state = LeaseState.RESTORING
         ops = self.lower.pack([rec.nodes], must=True)
@@ -156,6 +156,7 @@ class Parking:
         assert parked is not None
         if parked.pausing:
             parked.pausing = False
+            self._keep_below(parked)
             self.restore.let_go(rec)
             rec.length = parked.length
             rec.state = LeaseState.PAUSED
@@ -176,6 +177,19 @@ class Parking:
         self.restore.activate(rec)
         return []
 
+    def _keep_below(self, parked: Parked) -> None:
+        """Only pages that have come down are kept: a pause is there to free the device."""
+        down = 0
+        for node in parked.nodes:
+            if not any(c is not None and c.ready for c in node.copies[CPU:CHECKPOINT]):
+                break
+            down += 1
+        if down < len(parked.nodes) or not parked.ok:
+            parked.ok = False
+            self._free(parked)
+        self.residency.keep(reversed(parked.nodes[down:]), -1)
+        parked.kept = down
+
     def drop(self, rec: LeaseRecord) -> None:
         """Give back what a lease has parked; frames still in use return when that ends."""
         parked, rec.parked = rec.parked, None
@@ -183,6 +197,10 @@ class Parking:
             self._give_back(parked)
 
     def _give_back(self, parked: Parked) -> None:
+        self._free(parked)
+        self.residency.keep(reversed(parked.nodes[: parked.kept]), -1)
+
+    def _free(self, parked: Parked) -> None:
         res = self.residency
         for copy in parked.copies:
             del res.parked[copy]
@@ -190,4 +208,4 @@ class Parking:
                 res.orphans[copy] = None
             else:
                 res.pools[CPU].give(copy.frames)
-        res.keep(reversed(parked.nodes), -1)
+        parked.pages, parked.tail = {}, None
