@@ -35,8 +35,8 @@ from kvtier.stores.record import Row
 
 FINGERPRINT = b"benchmark-store!"
 SIZES = {64 << 10: "64 KiB", 1 << 20: "1 MiB", 4 << 20: "4 MiB"}
-GROUP = 16
-"""Pages per durable group."""
+GROUPS = {64 << 10: (16, 64), 1 << 20: (16,), 4 << 20: (16,)}
+"""Page size -> pages per durable group."""
 
 
 def run(quick: bool, where: str | None = None) -> list[Result]:
@@ -44,8 +44,9 @@ def run(quick: bool, where: str | None = None) -> list[Result]:
     results: list[Result] = []
     with _directory(where) as root:
         for size, label in SIZES.items():
-            groups = min(((128 if quick else 1024) << 20) // (size * GROUP), 12 if quick else 60)
-            results += _payload(root, size, label, max(groups, 4))
+            for group in GROUPS[size]:
+                times = min(((128 if quick else 1024) << 20) // (size * group), 12 if quick else 60)
+                results += _payload(root, size, label, group, max(times, 4))
         results += _checksum(4 << 20)
         results += _codec(quick)
         results += _opening(root, 100_000 if quick else 1_000_000)
@@ -64,13 +65,14 @@ def _directory(where: str | None) -> Iterator[str]:
 class _Pages:
     """Pages of random bytes in page-aligned memory, and as many frames to read into."""
 
-    def __init__(self, size: int, groups: int) -> None:
-        memory = memoryview(mmap.mmap(-1, size * GROUP))
-        memory[:] = np.random.default_rng(0).bytes(size * GROUP)
-        self.sources = [memory[i * size : (i + 1) * size] for i in range(GROUP)]
-        target = memoryview(mmap.mmap(-1, size * GROUP))
-        target[:] = bytes(size * GROUP)
-        self.targets = [target[i * size : (i + 1) * size] for i in range(GROUP)]
+    def __init__(self, size: int, group: int, groups: int) -> None:
+        memory = memoryview(mmap.mmap(-1, size * group))
+        memory[:] = np.random.default_rng(0).bytes(size * group)
+        self.sources = [memory[i * size : (i + 1) * size] for i in range(group)]
+        target = memoryview(mmap.mmap(-1, size * group))
+        target[:] = bytes(size * group)
+        self.targets = [target[i * size : (i + 1) * size] for i in range(group)]
+        self.group = group
         self.checks = [xxhash.xxh3_128_digest(view) for view in self.sources]
         self.size = size
         self.groups = groups
@@ -83,19 +85,19 @@ class _Raw:
     def __init__(self, path: str, pages: _Pages, depth: int) -> None:
         self.pages, self.pool = pages, ThreadPoolExecutor(depth)
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-        os.posix_fallocate(self.fd, 0, pages.size * GROUP * pages.groups)
+        os.posix_fallocate(self.fd, 0, pages.size * pages.group * pages.groups)
 
     def write(self, group: int) -> None:
-        base = group * GROUP
-        list(self.pool.map(lambda i: self._write(base + i, i), range(GROUP)))
+        base = group * self.pages.group
+        list(self.pool.map(lambda i: self._write(base + i, i), range(self.pages.group)))
         os.fdatasync(self.fd)
 
     def _write(self, at: int, i: int) -> None:
         os.pwrite(self.fd, self.pages.sources[i], at * self.pages.size)
 
     def read(self, group: int) -> None:
-        base = group * GROUP
-        list(self.pool.map(lambda i: self._read(base + i, i), range(GROUP)))
+        base = group * self.pages.group
+        list(self.pool.map(lambda i: self._read(base + i, i), range(self.pages.group)))
 
     def _read(self, at: int, i: int) -> None:
         os.preadv(self.fd, [self.pages.targets[i]], at * self.pages.size)
@@ -112,54 +114,52 @@ class _Slabs:
     def __init__(self, path: str, pages: _Pages, depth: int) -> None:
         self.pages, self.depth = pages, depth
         self.pool = ThreadPoolExecutor(depth)
-        room = (pages.size + 8192) * GROUP * (pages.groups + 1) + (8 << 20)
+        room = (pages.size + 8192) * pages.group * (pages.groups + 1) + (8 << 20)
         self.store = LmdbStore(
             path, fingerprint=FINGERPRINT, frame_bytes=pages.size, limit_bytes=room
         )
 
-    def write(self, group: int) -> None:
+        self.records = [self._records(group) for group in range(pages.groups)]
+
+    def _records(self, group: int) -> list[Record]:
         pages = self.pages
-        parent = bytes(16)
-        records = []
-        for i in range(GROUP):
-            key = pages.key(group, i)
-            records.append(
-                Record(
-                    key=key,
-                    parent=parent,
-                    depth=i + 1,
-                    component="history",
-                    tokens=bytes(1024),
-                    payload=(pages.sources[i],),
-                    checksum=pages.checks[i],
-                    size=pages.size,
-                )
+        keys = [bytes(16), *(pages.key(group, i) for i in range(self.pages.group))]
+        return [
+            Record(
+                key=keys[i + 1],
+                parent=keys[i],
+                depth=i + 1,
+                component="history",
+                tokens=bytes(1024),
+                payload=(pages.sources[i],),
+                checksum=pages.checks[i],
+                size=pages.size,
             )
-            parent = key
-        self.store.put_group(records)
+            for i in range(self.pages.group)
+        ]
+
+    def write(self, group: int) -> None:
+        self.store.put_group(self.records[group])
 
     def read(self, group: int) -> None:
-        step = GROUP // self.depth  # each thread takes neighbours, as the cache's threads do
-        parts = [range(at, at + step) for at in range(0, GROUP, step)]
+        step = (
+            self.pages.group // self.depth
+        )  # each thread takes neighbours, as the cache's threads do
+        parts = [range(at, at + step) for at in range(0, self.pages.group, step)]
         done = list(self.pool.map(lambda part: self._read(group, part), parts))
         assert all(done), "a page came back damaged"
 
     def _read(self, group: int, part: Sequence[int]) -> bool:
-        pages = self.pages
+        targets, size = self.pages.targets, self.pages.size
+        records = self.records[group]
         reads = [
-            Read(
-                key=pages.key(group, i),
-                parent=pages.key(group, i - 1) if i else bytes(16),
-                tokens=bytes(1024),
-                views=(pages.targets[i],),
-                size=pages.size,
-            )
+            Read(records[i].key, records[i].parent, records[i].tokens, (targets[i],), size)
             for i in part
         ]
         return all(self.store.read_into(reads))
 
     def forget(self, group: int) -> None:
-        self.store.delete([self.pages.key(group, i) for i in range(GROUP)])
+        self.store.delete([self.pages.key(group, i) for i in range(self.pages.group)])
 
     def close(self) -> None:
         self.pool.shutdown()
@@ -170,16 +170,16 @@ class _Values:
     def __init__(self, path: str, pages: _Pages, depth: int) -> None:
         self.pages, self.depth = pages, depth
         self.pool = ThreadPoolExecutor(depth)
-        room = 2 * pages.size * GROUP * pages.groups + (64 << 20)
+        room = 2 * pages.size * pages.group * pages.groups + (64 << 20)
         self.env = lmdb.open(path, subdir=False, map_size=room)
 
     def write(self, group: int) -> None:
         with self.env.begin(write=True) as txn:
-            for i in range(GROUP):
+            for i in range(self.pages.group):
                 txn.put(self.pages.key(group, i), self.pages.sources[i])
 
     def read(self, group: int) -> None:
-        list(self.pool.map(lambda i: self._read(group, i), range(GROUP)))
+        list(self.pool.map(lambda i: self._read(group, i), range(self.pages.group)))
 
     def _read(self, group: int, i: int) -> None:
         with self.env.begin(buffers=True) as txn:
@@ -203,17 +203,21 @@ _CONTENDERS: dict[str, Callable[[str, _Pages, int], _Contender]] = {
 }
 
 
-def _payload(root: str, size: int, label: str, groups: int) -> list[Result]:
+def _payload(root: str, size: int, label: str, group_size: int, groups: int) -> list[Result]:
     """Write and read rates; the contenders take turns, group by group, so that what the machine
     does besides falls on all of them alike."""
     results = []
     for depth in (1, 4):
-        pages = _Pages(size, groups)
-        paths = {name: os.path.join(root, f"{name}-{size}-{depth}") for name in _CONTENDERS}
+        pages = _Pages(size, group_size, groups)
+        paths = {
+            name: os.path.join(root, f"{name}-{size}-{group_size}-{depth}") for name in _CONTENDERS
+        }
         contenders = {name: make(paths[name], pages, depth) for name, make in _CONTENDERS.items()}
         for what in ("first", "again"):  # the second time, space that was used before
             rates = _in_turn(contenders, groups, pages, "write")
-            results += _compare("store_write", rates, page=label, depth=depth, space=what)
+            results += _compare(
+                "store_write", rates, page=label, group=group_size, depth=depth, space=what
+            )
             if what == "first":
                 for group in range(groups):
                     for contender in contenders.values():
@@ -223,7 +227,7 @@ def _payload(root: str, size: int, label: str, groups: int) -> list[Result]:
         _forget_cached(root)
         contenders["values"] = _Values(paths["values"], pages, depth)
         rates = _in_turn(contenders, groups, pages, "read")
-        results += _compare("store_read", rates, page=label, depth=depth)
+        results += _compare("store_read", rates, page=label, group=group_size, depth=depth)
         for name, contender in contenders.items():
             contender.close()
             shutil.rmtree(paths[name], ignore_errors=True)
@@ -243,7 +247,7 @@ def _in_turn(
             move = getattr(contenders[name], verb)
             began = time.perf_counter()
             move(group)
-            rates[name].append(pages.size * GROUP / (time.perf_counter() - began) / 1e9)
+            rates[name].append(pages.size * pages.group / (time.perf_counter() - began) / 1e9)
     return rates
 
 

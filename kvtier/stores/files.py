@@ -81,7 +81,8 @@ def is_aligned(view: memoryview) -> bool:
         return False
     if view.nbytes == 0:
         return True
-    return int(np.frombuffer(view, np.uint8).ctypes.data) % BLOCK == 0
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address % BLOCK == 0
 
 
 def read_file(path: str) -> bytes | None:

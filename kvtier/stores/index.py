@@ -7,9 +7,11 @@ not its business.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -56,6 +58,10 @@ class Counters:
     """Publishes so far."""
     tick: int = 0
     """Of the youngest record."""
+
+    def named(self) -> dict[str, int]:
+        """The counters by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def open_env(path: str, map_bytes: int, *, readonly: bool, lock: bool = True) -> Any:
@@ -177,7 +183,7 @@ class Index:
     @contextmanager
     def update(self, doing: str) -> Iterator["Update"]:
         """One transaction: durable and visible when the block ends, absent if it raises."""
-        counters = Counters(**asdict(self.counters))
+        counters = copy(self.counters)
         with _typed(doing):
             txn = self._env.begin(write=True)
             try:
@@ -219,14 +225,18 @@ class Update:
     def get(self, key: bytes) -> Found | None:
         return _find(self._txn, self._rows, self._more, key)
 
-    def add(self, row: Row, slots: list[int]) -> None:
-        """Publish a record.  Raises StoreError when its parent is not there."""
-        if not row.is_root:
-            self._adopt(row, 1)
-        self._write(row)
-        if row.frames > 1:
-            self._txn.put(row.key, pack_more(slots[1:]), db=self._more)
-        self._count(row, 1)
+    def add(self, records: Sequence[Found]) -> None:
+        """Publish new records.  Raises StoreError when a parent is neither among them nor there."""
+        children = Counter(row.parent for row, _ in records if not row.is_root)
+        for row, slots in records:
+            row = row._replace(children=children.pop(row.key, 0))
+            self._write(row)
+            if row.frames > 1:
+                self._txn.put(row.key, pack_more(slots[1:]), db=self._more)
+            self._count(row, 1)
+        for parent, count in children.items():
+            if not self._adopt(parent, count):
+                raise StoreError(f"a record needs {parent.hex()}, which is not stored")
 
     def remove(self, row: Row) -> None:
         """Forget a record; the children it had must go in the same transaction."""
@@ -234,7 +244,7 @@ class Update:
         if row.frames > 1:
             self._txn.delete(row.key, db=self._more)
         if not row.is_root:
-            self._adopt(row, -1)
+            self._adopt(row.parent, -1)  # unless it went first, in this transaction
         self._count(row, -1)
 
     def replace(self, old: Row, row: Row, slots: list[int]) -> None:
@@ -266,15 +276,14 @@ class Update:
         for row, _ in records:
             self._count(row, 1)
 
-    def _adopt(self, row: Row, by: int) -> None:
-        found = self.get(row.parent)
-        if found is None or (by > 0 and found[0].state == QUARANTINED):
-            if by > 0:
-                raise StoreError(
-                    f"record {row.key.hex()} needs {row.parent.hex()}, which is not stored"
-                )
-            return  # the parent went first, in this transaction
-        self._write(found[0]._replace(children=found[0].children + by))
+    def _adopt(self, parent: bytes, by: int) -> bool:
+        """Change a record's count of children; False where there is no such record."""
+        found = self.get(parent)
+        if found is None:
+            return False
+        row = found[0]
+        self._write(row._replace(children=row.children + by))
+        return True
 
     def _write(self, row: Row) -> None:
         self._txn.put(row.key, pack_row(row), db=self._rows)
@@ -315,7 +324,7 @@ def _find(txn: Any, rows: Any, more: Any, key: bytes) -> Found | None:
 
 
 def _write_counters(txn: Any, meta: Any, counters: Counters) -> None:
-    txn.put(b"counters", json.dumps(asdict(counters)).encode(), db=meta)
+    txn.put(b"counters", json.dumps(counters.named()).encode(), db=meta)
 
 
 def check_rows(rows: Rows, more: dict[bytes, list[int]], counters: Counters) -> list[str]:

@@ -369,13 +369,15 @@ class LmdbStore:
         retired: list[int] = []
         with self._index.update("publishing") as change:
             change.counters.seq = seq
+            fresh = []
             for row, own in rows:
                 old = change.get(row.key)
                 if old is None:
-                    change.add(row, own)
+                    fresh.append((row, own))
                 else:
                     change.replace(old[0], row, own)
                     retired += old[1]
+            change.add(fresh)
         return retired
 
     def _after_failure(self, key: bytes, slots: list[int]) -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -130,7 +130,7 @@ def _read(env: Any, store: bytes) -> Verdict:
     wrong = check_rows(rows, more, counters)
     if wrong:
         return Verdict(UNSOUND, "; ".join(wrong))
-    return Verdict(SOUND, json.dumps(asdict(counters)))
+    return Verdict(SOUND, json.dumps(counters.named()))
 
 
 def _rows(txn: Any, rows_db: Any) -> Rows:

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,9 @@ BATCH = 64
 """Slots per system call, at most; two buffers each, well under the kernel's limit of 1,024."""
 SLAB_BYTES = 16 << 30
 """A file holds as many whole slots as fit in this."""
+WRITERS = 4
+"""Threads that write the parts of a group; more than one where it is larger than a part."""
+PART_BYTES = 1 << 20
 GROW_BYTES = 64 << 20
 """Files grow by at least this (or by what is left), so that growing is rare."""
 
@@ -110,6 +114,7 @@ class Slabs:
         self._files: dict[int, tuple[int, bool]] = {}
         self._opening = threading.Lock()
         self._dirty: set[int] = set()
+        self._pool: ThreadPoolExecutor | None = None
         self._bounce = threading.local()
         self.allocated = self._slots_on_disk()
 
@@ -214,6 +219,8 @@ class Slabs:
         self.allocated = min(self.allocated, slots)
 
     def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
         files, self._files = self._files, {}
         for fd, _ in files.values():
             os.close(fd)
@@ -221,16 +228,35 @@ class Slabs:
     # -- bytes ---------------------------------------------------------------------------------
 
     def write(self, items: Sequence[SlotIO]) -> None:
-        """Write slots; they are durable after ``sync``."""
-        for run in self._runs(items):
-            number, offset = self._place(run[0].slot)
-            fd, direct = self._open(number)
-            self._dirty.add(number)
-            buffers: list[memoryview] = []
-            for item in run:
-                buffers += (item.header, self._for_writing(item.payload, direct))
-            _write_all(self._io, fd, buffers, offset)
-            self._io.point("slab:written")
+        """Write slots, several parts at once where it is much; they are durable after ``sync``."""
+        parts = list(self._runs(items, self._part_of(items)))
+        self._dirty.update(self._place(run[0].slot)[0] for run in parts)
+        if len(parts) == 1:
+            self._write_run(parts[0])
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvtier-disk")
+        writing = [self._pool.submit(self._write_run, run) for run in parts]
+        wait(writing)  # all, also when one fails: their memory is the caller's again
+        for future in writing:
+            future.result()
+
+    @staticmethod
+    def _part_of(items: Sequence[SlotIO]) -> int:
+        """How many slots to write with one call, so that the medium has several to work on."""
+        size = sum(item.payload.nbytes for item in items)
+        parts = min(WRITERS, max(size // PART_BYTES, 1))
+        return -(-len(items) // parts)
+
+    def _write_run(self, run: Sequence[SlotIO]) -> None:
+        number, offset = self._place(run[0].slot)
+        fd, direct = self._open(number)
+        buffers: list[memoryview] = []
+        for item in run:
+            buffers += (item.header, item.payload)
+        buffers[-1] = self._for_writing(buffers[-1], direct)  # the others are aligned
+        _write_all(self._io, fd, buffers, offset)
+        self._io.point("slab:written")
 
     def sync(self) -> None:
         """What was written is on the medium when this returns."""
@@ -242,7 +268,7 @@ class Slabs:
     def read(self, items: Sequence[SlotIO]) -> list[bool]:
         """Fill headers and payloads; False for those that could not be read whole."""
         done: list[bool] = []
-        for run in self._runs(items):
+        for run in self._runs(items, BATCH):
             ok = self._read_run(run)
             if not ok and len(run) > 1:  # one bad slot must not spoil its neighbours
                 done += [self._read_run([item]) for item in run]
@@ -273,8 +299,8 @@ class Slabs:
         number, inside = divmod(slot, self.slots_per_file)
         return number, inside * self.slot_bytes
 
-    def _runs(self, items: Sequence[SlotIO]) -> Iterator[Sequence[SlotIO]]:
-        """Cut into runs that lie together on disk, so that each is one system call.
+    def _runs(self, items: Sequence[SlotIO], most: int) -> Iterator[Sequence[SlotIO]]:
+        """Cut into runs of at most ``most`` that lie together on disk: each is one system call.
 
         All payloads of a run but the last fill their slots and are aligned.
         """
@@ -282,7 +308,7 @@ class Slabs:
         for i in range(1, len(items) + 1):
             if (
                 i == len(items)
-                or i - start == BATCH
+                or i - start == most
                 or items[i].slot != items[i - 1].slot + 1
                 or items[i].slot % self.slots_per_file == 0
                 or items[i - 1].payload.nbytes != self._payload
