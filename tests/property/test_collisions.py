@@ -33,6 +33,7 @@ def replaced(name: str, function: object) -> Iterator[None]:
         yield
 
 
+@pytest.mark.timeout(600)
 def test_equal_halves_change_nothing() -> None:
     """The whole state machine with keys whose hashed halves are all equal."""
     page_key, checkpoint_key = keys.page_key, keys.checkpoint_key
