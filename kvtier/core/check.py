@@ -70,6 +70,9 @@ def _leases(core: "CacheCore", errors: list[str]) -> Counter[Node]:
 def _nodes(core: "CacheCore", nodes: list[Node], pins: Counter[Node], errors: list[str]) -> None:
     """Structure and counts of nodes (I2, I6, I7, I9)."""
     keeps: Counter[Node] = Counter()
+    tails = Counter(pin.tail for pin in core.pins if pin.tail is not None)
+    if tails != core.residency.kept_tails:
+        errors.append("I2: checkpoints are kept that no pin keeps")
     for pin in core.pins:
         keeps.update(pin.nodes)
     for rec in core.leases.values():
@@ -140,8 +143,12 @@ def _copies(core: "CacheCore", nodes: list[Node], errors: list[str]) -> None:
             errors.append(f"I3: copy in {copy.tier} ready={copy.ready}, writer={copy.writer}")
     for n in nodes:
         for slot, held in enumerate(n.copies):
-            if held is not None and (held.node is not n or held.slot != slot):
+            if held is None:
+                continue
+            if held.node is not n or held.slot != slot:
                 errors.append(f"I3: copy of node {n.depth} belongs elsewhere")
+            if held.tier != DISK and not held.queued and res.evictable(held):
+                errors.append(f"I10: copy of node {n.depth} in {held.tier} could leave, unasked")
 
 
 def _frames(core: "CacheCore", nodes: list[Node], errors: list[str]) -> None:
@@ -224,7 +231,8 @@ def _disk_links(core: "CacheCore", nodes: list[Node], errors: list[str]) -> None
             row = copy.frames[0]
             if not disk.live[row] or (slot == DISK and disk.key(row) != res.digest(n)):
                 errors.append(f"I6: node {n.depth} names a disk row that is not its own")
-            busy[row] += copy.readers + bool(copy.writer) + bool(slot == DISK and n.keeps)
+            kept = n.keeps if slot == DISK else res.kept_tails.get(n, 0)
+            busy[row] += copy.readers + bool(copy.writer) + bool(kept)
     errors.extend(
         f"I3: disk row {row} busy {disk.busy[row]}, held {busy[int(row)]}"
         for row in disk.all_rows()

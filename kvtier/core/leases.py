@@ -150,7 +150,8 @@ class PinRecord:
     nodes: list[Node]
     tokens: int
     owner: str
-    frames: int
+    tail: Node | None = None
+    """The deepest page with a checkpoint, which is kept too."""
     closed: bool = False
 
 

@@ -14,7 +14,8 @@ Invariants, checked by ``check()``:
 * I5  a block table names READY copies the lease pins, or frames it owns;
 * I6  a page is in a tier only if its parent is;
 * I7  a node lives only with a copy, a child, a pin or a keep;
-* I9  every node in the tree has a READY history copy.
+* I9  every node in the tree has a READY history copy;
+* I10 whatever may leave a tier is queued for it.
 """
 
 from collections import deque
@@ -28,7 +29,7 @@ import numpy.typing as npt
 from kvtier.config import Adaptive, CheckpointPolicy, EvictionPolicy
 from kvtier.core import check, lookup, report
 from kvtier.core.branching import Branching
-from kvtier.core.copies import CPU, DISK
+from kvtier.core.copies import CHECKPOINT, CPU, DISK
 from kvtier.core.disk import DiskTable
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import ANONYMOUS, check_spans, page_extras
@@ -334,7 +335,10 @@ class CacheCore:
         self.residency.keep(held, 1)
         for n in reversed(path[room:]):
             self.residency.prune(n)
-        rec = PinRecord(held, len(held) * page, owner, len(held))
+        tails = (n for n in reversed(held) if self.residency.best(n, CHECKPOINT) is not None)
+        rec = PinRecord(held, len(held) * page, owner, next(tails, None))
+        if rec.tail is not None:
+            self.residency.keep_tail(rec.tail, 1)
         self.pins.append(rec)
         return rec
 
@@ -343,6 +347,8 @@ class CacheCore:
         if not rec.closed:
             rec.closed = True
             self.pins.remove(rec)
+            if rec.tail is not None:
+                self.residency.keep_tail(rec.tail, -1)
             self.residency.keep(reversed(rec.nodes), -1)
             rec.nodes = []
         return self._drops()

@@ -58,6 +58,8 @@ class Residency:
         self.disk = disk
         self.disk_nodes: dict[int, Node] = {}
         """Disk rows whose page has a node, by row."""
+        self.kept_tails: dict[Node, int] = {}
+        """Nodes whose checkpoint stays in some tier."""
         self.quarantine: set[int] = set()
         """Rows found bad, on their way out."""
         self.drops: dict[bytes, int] = {}
@@ -123,7 +125,8 @@ class Residency:
             parent.kids[slot] += 1
             assert parent.depth == 0 or parent.copies[slot] is not None, "I6: parent not in tier"
         if slot % 3 == DISK:
-            self._hold_row(copy, bool(writer) + bool(slot == DISK and node.keeps))
+            kept = node.keeps if slot == DISK else self.kept_tails.get(node, 0)
+            self._hold_row(copy, bool(writer) + bool(kept))
         if not writer:
             self._ready(copy, silent=silent)
         return copy
@@ -426,6 +429,21 @@ class Residency:
             if by < 0:
                 self.prune(n)
 
+    def keep_tail(self, node: Node, by: int) -> None:
+        """The same for the checkpoint at the end of a page."""
+        before = self.kept_tails.pop(node, 0)
+        if before + by:
+            self.kept_tails[node] = before + by
+        if bool(before) == bool(before + by) or node.run is None:
+            return
+        for copy in node.copies[CHECKPOINT:]:
+            if copy is not None and copy.tier == DISK:
+                self._hold_row(copy, by)
+            elif copy is not None and by < 0:
+                self.offer(copy)
+                if (page := node.copies[copy.tier]) is not None:
+                    self.offer(page)
+
     def _hold_row(self, copy: Copy, by: int) -> None:
         assert self.disk is not None
         row = copy.frames[0]
@@ -438,12 +456,12 @@ class Residency:
         if node is None or not copy.ready or copy.readers:
             return False
         if slot >= CHECKPOINT:
-            return True
+            return self._tail_spare(copy)
         if node.kids[slot]:
             return False
         tail = node.copies[slot + CHECKPOINT]
         if slot == GPU:
-            if node.pins or (tail is not None and (tail.readers or tail.writer)):
+            if node.pins or (tail is not None and not self.evictable(tail)):
                 return False
             below = node.copies[CPU]
             if below is not None and below.writer:
@@ -452,6 +470,14 @@ class Residency:
             return False
         return not node.keeps or any(c is not None and c.ready for c in node.copies[slot + 1 : 3])
 
+    def _tail_spare(self, tail: Copy) -> bool:
+        """Whether a checkpoint may go: nobody keeps it, or a slower tier has it too."""
+        node = tail.node
+        assert node is not None
+        return node not in self.kept_tails or any(
+            c is not None and c.ready for c in node.copies[tail.slot + 1 :]
+        )
+
     def offer(self, copy: Copy) -> None:
         """Queue a copy for eviction if it may leave."""
         if copy.slot % 3 != DISK and not copy.queued and self.evictable(copy):
@@ -459,10 +485,12 @@ class Residency:
 
     def _offer_above(self, node: Node | None, slot: int) -> None:
         """A copy below has arrived or gone: the faster ones may be free to leave now."""
-        if node is not None and 0 < slot < CHECKPOINT:
-            for copy in node.copies[:slot]:
+        if node is not None and slot % 3:
+            for copy in node.copies[slot - slot % 3 : slot]:
                 if copy is not None:
                     self.offer(copy)
+                    if copy.slot == GPU + CHECKPOINT and (page := node.copies[GPU]) is not None:
+                        self.offer(page)
 
     # ------------------------------------------------------------------ events and checks
     def note(self, what: str, key: bytes, tier: int) -> None:
