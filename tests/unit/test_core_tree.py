@@ -15,9 +15,9 @@ def test_run_extended_after_eviction_forgets_where_it_was_left() -> None:
     tree = RadixTree(2)
     root = tree.root(Identity())
     nodes = tree.extend(root, data(1, 2, 3, 4), 0)
-    assert tree.walk(root, data(1, 2, 3, 9))[1] == 3  # somebody leaves the run after page 3
+    assert tree.walk(root, data(1, 2, 3, 9)).depth == 3  # somebody leaves the run after page 3
     for node in (nodes[3], nodes[2]):
         tree.remove_leaf(node)
     tree.extend(nodes[1], data(1, 2, 5, 6), 2)
-    assert tree.walk(root, data(1, 2, 3, 4))[1] == 2
-    assert tree.walk(root, data(1, 2, 5, 7))[1] == 3
+    assert tree.walk(root, data(1, 2, 3, 4)).depth == 2
+    assert tree.walk(root, data(1, 2, 5, 7)).depth == 3
