@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 SPLIT_ROWS = 4096
-"""Rows the absorbed form gathers at a time: its scratch does not grow with the context."""
+"""Rows the absorbed form gathers at a time, at most: its scratch does not grow with the context."""
 QUERY_BLOCK = 256
 """Queries the materialised form scores at a time, for the same reason."""
 
@@ -74,38 +74,49 @@ class UpProject(Protocol):
 
 
 def absorbed(
-    query: Tensor, rows: Tensor, batch: PagedBatch, *, latent_dim: int, scale: float
+    query: Tensor,
+    rows: Tensor,
+    batch: PagedBatch,
+    *,
+    latent_dim: int,
+    scale: float,
+    workspace_bytes: int = 512 << 20,
 ) -> tuple[Tensor, Tensor]:
     """Attention of ``query`` (n, heads, width) to the rows themselves.
 
     ``rows`` (slots, width); values are a row's first ``latent_dim``.  Returns output
-    (n, heads, latent_dim) in the query's type and log-sum-exp (n, heads) in float32.
+    (n, heads, latent_dim) in the query's type and log-sum-exp (n, heads) in float32.  Scratch stays
+    within ``workspace_bytes``, as far as one query and a few rows at a time can.
     """
     n, heads, width = query.shape
     if rows.shape[-1] != width or not 0 < latent_dim <= width:
         raise ValueError(f"query width {width}, row width {rows.shape[-1]}, {latent_dim=}")
-    exact = torch.promote_types(query.dtype, torch.float32)
-    out = torch.zeros(n, heads, latent_dim, dtype=exact, device=query.device)
-    lse = torch.full((n, heads), -torch.inf, dtype=exact, device=query.device)
+    out = query.new_zeros(n, heads, latent_dim)
+    lse = torch.full((n, heads), -torch.inf, dtype=torch.float32, device=query.device)
+    block, split = _absorbed_blocks(workspace_bytes, heads, width, latent_dim, query.itemsize)
     begin = 0
     for b, (q_len, kv_len) in enumerate(zip(batch.query_lens, batch.kv_lens, strict=True)):
-        mine = slice(begin, begin + q_len)
+        for low in range(0, q_len, block):
+            high = min(low + block, q_len)
+            seen = kv_len - q_len + high  # rows up to the block's last query
+            mine = slice(begin + low, begin + high)
+            sofar: tuple[Tensor, Tensor] | None = None
+            for start in range(0, seen, split):
+                stop = min(start + split, seen)
+                keys = gather_rows(rows, batch.block_table[b], start, stop, batch.page_tokens)
+                part = attend(
+                    query[mine],
+                    keys,
+                    keys[:, :latent_dim],
+                    scale=scale,
+                    first_query=kv_len - q_len + low,
+                    first_key=start,
+                )
+                sofar = part if sofar is None else merge(*sofar, *part)
+            if sofar is not None:
+                out[mine], lse[mine] = sofar
         begin += q_len
-        if q_len == 0:
-            continue
-        for start in range(0, kv_len, SPLIT_ROWS):
-            stop = min(start + SPLIT_ROWS, kv_len)
-            keys = gather_rows(rows, batch.block_table[b], start, stop, batch.page_tokens)
-            part = attend(
-                query[mine],
-                keys,
-                keys[:, :latent_dim],
-                scale=scale,
-                first_query=kv_len - q_len,
-                first_key=start,
-            )
-            out[mine], lse[mine] = merge(out[mine], lse[mine], *part) if start else part
-    return out.to(query.dtype), lse.to(torch.float32)
+    return out, lse
 
 
 def materialised(
@@ -210,6 +221,22 @@ def workspace_rows(
             f"set at least {row * page_tokens}"
         )
     return size // row // page_tokens * page_tokens
+
+
+def _absorbed_blocks(
+    workspace_bytes: int, heads: int, width: int, latent: int, element_bytes: int
+) -> tuple[int, int]:
+    """How many queries the absorbed form attends at a time, and to how many rows."""
+    exact = max(element_bytes, 4)
+    # Rows as gathered, and the wider copies of keys and values that are computed with.
+    row = width * element_bytes + (exact * (width + latent) if element_bytes < 4 else 0)
+    # The query's wider copy, and the outputs that a merge has in hand.
+    query = heads * exact * (width + 8 * latent)
+    score = heads * exact * 3 + 1  # scores, what log-sum-exp makes of them, and the mask
+    split = SPLIT_ROWS
+    while split > 64 and split * (row + score) + query > workspace_bytes:
+        split //= 2
+    return max(1, (workspace_bytes - split * row) // (query + split * score)), split
 
 
 def _expand(

@@ -62,7 +62,8 @@ def attend(
     exact = torch.promote_types(query.dtype, torch.float32)
     query, keys, values = query.to(exact), keys.to(exact), values.to(exact)
     one_head = keys.dim() == 2
-    scores = torch.einsum("qhd,md->hqm" if one_head else "qhd,mhd->hqm", query, keys) * scale
+    scores = torch.einsum("qhd,md->hqm" if one_head else "qhd,mhd->hqm", query, keys)
+    scores *= scale
     if first_query < first_key + keys.shape[0] - 1:  # some key lies in some query's future
         q = torch.arange(first_query, first_query + query.shape[0], device=query.device)
         m = torch.arange(first_key, first_key + keys.shape[0], device=query.device)
