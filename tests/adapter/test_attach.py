@@ -1,6 +1,7 @@
 """Attaching and detaching: per instance, all layers or none, reversible, and never stale."""
 
 import copy
+import functools
 import inspect
 import io
 import threading
@@ -137,10 +138,18 @@ class TestAttach:
 
     def test_a_replaced_forward_is_refused(self) -> None:
         model = tiny_model("v3")
-        attention(model, 1).forward = attention(model, 1).forward
-        with pytest.raises(UnsupportedModel, match=r"layers.1.self_attn.forward"):
-            attach(model, cache_for(model))
-        assert adapted(model) == [False, True]
+        plain, other = attention(model, 1).forward, attention(model, 0).forward
+        for forward in (lambda *a, **k: plain(*a, **k), functools.partial(plain), other.__call__):
+            attention(model, 1).forward = forward
+            with pytest.raises(UnsupportedModel, match=r"layers.1.self_attn.forward"):
+                attach(model, cache_for(model))
+            assert adapted(model) == [False, True]
+
+    def test_a_negative_limit_is_refused(self) -> None:
+        model = tiny_model("v3")
+        with pytest.raises(ConfigError, match="max_absorbed=-1"):
+            attach(model, cache_for(model), max_absorbed=-1)
+        assert adapted(model) == [False, False]
 
     @pytest.mark.parametrize(
         "part",
@@ -442,6 +451,22 @@ class TestCopies:
                 assert layer.self_attn.forward.__self__ is layer.self_attn
             model.lm_head.weight.data.zero_()
             assert torch.equal(full_logits(twin, TOKENS), native)
+
+    def test_a_copy_of_an_attached_model_can_be_attached(self) -> None:
+        """And is as free as any other model once it is detached."""
+        model = tiny_model("v3")
+        native = full_logits(model, TOKENS)
+        with attach(model, cache_for(model)) as first:
+            twin = copy.deepcopy(model)
+            model.lm_head.weight.data.zero_()
+            cache = cache_for(twin)
+            with attach(twin, cache) as second:
+                logits = second.forward(cache.step((FakeSequence(), TOKENS)), all_logits=True)
+                torch.testing.assert_close(logits, native, atol=LOGITS, rtol=0)
+                assert second.report.layers == 2
+            assert first.report.layers == 0
+            assert torch.equal(full_logits(twin, TOKENS), native)
+            assert adapted(twin) == [False, False]
 
     def test_a_pickled_model_is_not_attached(self) -> None:
         model = tiny_model("v3")

@@ -1,6 +1,8 @@
 """The demo: it passes, and its verdict can fail."""
 
 import dataclasses
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,19 @@ def test_a_directory_that_cannot_be_used(
     (tmp_path / "file").write_text("")
     assert demo.main(["--dir", str(tmp_path / "file")]) == 2
     assert "not a directory" in capsys.readouterr().err
+
+
+def killed(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "serve", killed)
+        assert demo.main(["--dir", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "was killed" in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.slow

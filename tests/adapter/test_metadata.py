@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier import LayoutMismatch
+from kvtier import LayoutMismatch, TokenError
 from kvtier.layouts import mla
-from kvtier_deepseek import attach, layout_for, validate_step
+from kvtier_deepseek import Adapter, attach, layout_for, validate_step
 from tests.adapter.fake_step import FakeCache, FakeSequence, FakeStep
 from tests.adapter.models import tiny_model
 
@@ -144,3 +144,39 @@ def test_the_adapter_checks_what_it_did_not_make_itself() -> None:
         with pytest.raises(LayoutMismatch, match="slot_mapping"):
             adapter(step)
     assert cache.layers[0]._rows.isnan().all()
+
+
+def test_pages_past_the_pool_and_negative_ids() -> None:
+    step = made()
+    largest = int(step.block_table.max())
+    validate_step(step, page_tokens=PAGE, num_pages=largest + 1)
+    with pytest.raises(LayoutMismatch, match=f"names page {largest} of a pool of {largest}"):
+        validate_step(step, page_tokens=PAGE, num_pages=largest)
+    step.input_ids[1] = -2
+    with pytest.raises(TokenError, match="-2"):
+        check(step)
+
+
+def test_the_adapter_knows_its_pool_and_its_vocabulary() -> None:
+    model = tiny_model("v3")
+    cache = FakeCache(layout_for(model.config, page_tokens=PAGE, dtype="float32"), pages=8)
+    with attach(model, cache) as adapter:
+        step = cache.step((FakeSequence(), [1, 2, 3]))
+        step.block_table[0, 0] = 8
+        step.slot_mapping["latent"][:] = [32, 33, 34]
+        with pytest.raises(LayoutMismatch, match="page 8 of a pool of 8"):
+            adapter(step)
+        for id in (-1, int(model.config.vocab_size)):
+            with pytest.raises(TokenError, match=str(id)):
+                adapter(cache.step((FakeSequence(), [1, id, 3])))
+    assert cache.layers[0]._rows.isnan().all()
+
+
+def test_negative_ids_are_refused_in_steps_that_need_no_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("v3")
+    cache = FakeCache(layout_for(model.config, page_tokens=PAGE, dtype="float32"))
+    monkeypatch.setitem(Adapter.forward.__globals__, "_made_by_kvtier", lambda _: True)
+    with attach(model, cache) as adapter, pytest.raises(TokenError, match="-7"):
+        adapter(cache.step((FakeSequence(), [1, -7, 3])))
