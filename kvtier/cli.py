@@ -11,8 +11,9 @@ be carried out.
 import argparse
 import json
 import os
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,8 +24,8 @@ import numpy.typing as npt
 
 import kvtier
 from kvtier.core.keys import chain_root, checkpoint_key, page_key
-from kvtier.errors import KVTierError, StoreError, TokenError
-from kvtier.stores import LmdbStore, StoreInfo, fsck, list_stores
+from kvtier.errors import KVTierError, StoreError, StoreLocked, TokenError
+from kvtier.stores import LmdbStore, StoreInfo, directory, fsck, list_stores
 from kvtier.tokens import TOKEN_BYTES, TokenBuffer, pack
 from kvtier.types import Identity
 
@@ -37,11 +38,10 @@ OK, FOUND, FAILED = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.  Usage errors leave through SystemExit(2)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    if arguments[:1] == ["demo"]:  # the demo parses its own arguments, `--help` among them
-        return _demo(arguments[1:])
-    options = parser.parse_args(arguments)
     try:
+        if arguments[:1] == ["demo"]:  # the demo parses its own arguments, `--help` among them
+            return _demo(arguments[1:])
+        options = _parser().parse_args(arguments)
         run: Callable[[argparse.Namespace], int] = options.run
         status = run(options)
         sys.stdout.flush()
@@ -65,67 +65,47 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvtier {kvtier.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
     commands.add_parser(
         "demo",
         help="serve a conversation from all tiers, across a restart",
         description="Runs a registered demo; `kvtier demo --help` shows its own options.",
         add_help=False,
     )
-
-    def command(
-        name: str, run: Callable[[argparse.Namespace], int], short: str, long: str
-    ) -> argparse.ArgumentParser:
+    for name, (run, short, long, options) in _COMMANDS.items():
         added = commands.add_parser(name, help=short, description=long)
         added.add_argument("path", type=Path, metavar="PATH", help="the cache's disk_path")
+        options(added)
         added.set_defaults(run=run)
-        return added
+    return parser
 
-    added = command(
-        "ls",
-        _ls,
-        "list the stores in a directory",
-        "One line a store: there is one for each layout, model and rank.  Opens nothing for "
-        "writing; a store in use may be listed.",
-    )
-    added.add_argument("--json", action="store_true", help="print a JSON list")
-    added = command(
-        "stat",
-        _stat,
-        "show what the stores hold",
-        "Records, frames, bytes and quarantined records of each store, and of the directory.",
-    )
-    added.add_argument("--json", action="store_true", help="print a JSON object")
-    added = command(
-        "explain",
-        _explain,
-        "say which pages of a prompt are on disk",
-        "Walks the prompt's keys through every store.  Says how many tokens a restart would find "
-        "there, and where the chain ends.  Prompts with spans (images) are not supported.",
-    )
-    added.add_argument(
+
+def _json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _explain_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--tokens",
         required=True,
         metavar="FILE",
         help="token ids: .npy, or text (JSON list, or ids separated by spaces, commas or lines); "
         "- reads text from standard input",
     )
-    added.add_argument("--tenant", help="identity: tenant")
-    added.add_argument("--adapter", help="identity: adapter (LoRA)")
-    added.add_argument("--salt", type=_hex, metavar="HEX", help="identity: salt, in hex digits")
-    added = command(
-        "fsck",
-        _fsck,
-        "verify every record on disk",
-        "Reads every record and compares checksum, tokens and parent.  Exits 1 if anything is "
-        "wrong, also after repairing it.  A store in use cannot be checked.",
-    )
-    added.add_argument(
+    parser.add_argument("--tenant", help="identity: tenant")
+    parser.add_argument("--adapter", help="identity: adapter (LoRA)")
+    parser.add_argument("--salt", type=_hex, metavar="HEX", help="identity: salt, in hex digits")
+
+
+def _fsck_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--repair",
         action="store_true",
         help="drop what is wrong (and what needs it), so that it can be written anew",
     )
-    return parser
+
+
+def _rm_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", metavar="STORE", help="its name, as `kvtier ls` shows it")
 
 
 # ------------------------------------------------------------------ demo
@@ -362,6 +342,31 @@ class _Bar:
         sys.stderr.flush()
 
 
+# ------------------------------------------------------------------ rm
+
+
+def _rm(options: argparse.Namespace) -> int:
+    root = os.path.abspath(options.path)
+    if not os.path.isdir(root):
+        raise StoreError(f"{root} is not a directory")
+    stores = {Path(names.directory).name: names for names in directory.names_in(root)}
+    names = stores.get(options.store)
+    if names is None:
+        raise StoreError(f"{root} has no store {options.store!r}; it has {sorted(stores)}")
+    # Both locks for as long as it takes: nobody opens it, or counts its bytes, half way.
+    with directory.directory_lock(root, create=False):
+        gate = directory.gate(names, shared=False)
+        try:
+            if directory.is_written(names):
+                raise StoreLocked(f"{options.store} is in use by another process; stop that first")
+            size = directory.directory_bytes(names.directory)
+            shutil.rmtree(names.directory)
+        finally:
+            gate.release()
+    print(f"{options.store}: removed, {_size(size)}")
+    return OK
+
+
 # ------------------------------------------------------------------ printing
 
 
@@ -419,3 +424,46 @@ def _hex(text: str) -> bytes:
         return bytes.fromhex(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not hex digits") from error
+
+
+_COMMANDS: Mapping[
+    str,
+    tuple[Callable[[argparse.Namespace], int], str, str, Callable[[argparse.ArgumentParser], None]],
+] = {
+    "ls": (
+        _ls,
+        "list the stores in a directory",
+        "One line a store: there is one for each layout, model and rank.  Opens nothing for "
+        "writing; a store in use may be listed.",
+        _json_option,
+    ),
+    "stat": (
+        _stat,
+        "show what the stores hold",
+        "Records, frames, bytes and quarantined records of each store, and of the directory.",
+        _json_option,
+    ),
+    "explain": (
+        _explain,
+        "say which pages of a prompt are on disk",
+        "Walks the prompt's keys through every store.  Says how many tokens a restart would find "
+        "there, and where the chain ends.  Prompts with spans (images) are not supported.",
+        _explain_options,
+    ),
+    "fsck": (
+        _fsck,
+        "verify every record on disk",
+        "Inspects the index and compares every record's bytes with its checksum.  Tokens and "
+        "parent are compared when the cache loads a record.  Exits 1 if anything is wrong, also "
+        "after repairing it.  A store in use cannot be checked.",
+        _fsck_options,
+    ),
+    "rm": (
+        _rm,
+        "remove a store",
+        "Deletes one store with all its records, such as that of a model no longer served.  A "
+        "store in use cannot be removed.",
+        _rm_options,
+    ),
+}
+"""Name -> what runs it, its line in the list, its description, its options."""

@@ -180,17 +180,52 @@ def test_fsck_finds_damage_and_repairs_it(
     assert f"{PAGE} tokens, 1 of 5 pages" in capsys.readouterr().out  # and what hung on it is gone
 
 
+def test_rm_removes_one_closed_store(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = b"another-model-16"
+    with LmdbStore(directory, fingerprint=other, frame_bytes=FRAME, limit_bytes=64 << 20) as store:
+        page = record(b"k" * 16, b"r" * 16, 1, "history", b"t")
+        store.put_group([page])
+    name, kept = f"{BASE.hex()}-0of1", f"{other.hex()}-0of1"
+    assert main(["rm", str(directory), "nothing"]) == 2
+    assert f"no store 'nothing'; it has ['{min(name, kept)}'" in capsys.readouterr().err
+    with another_process_writing(directory):
+        assert main(["rm", str(directory), name]) == 2
+        assert "in use" in capsys.readouterr().err
+    assert main(["explain", str(directory), "--tokens", "/dev/null"]) == 0
+    assert (directory / name).is_dir()
+    capsys.readouterr()
+    assert main(["rm", str(directory), name]) == 0
+    assert f"{name}: removed, " in capsys.readouterr().out
+    assert not (directory / name).exists()
+    assert main(["fsck", str(directory)]) == 0
+    assert f"{kept}: 1 records, sound" in capsys.readouterr().out
+    with open_store(directory) as store:  # and it can be made anew
+        assert len(store.scan()) == 0
+
+
+def test_an_interrupted_demo_prints_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    entry = type("Entry", (), {"name": "a", "load": lambda self: interrupted})()
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [entry])
+    assert main(["demo"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
 def test_empty_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(tmp_path)]) == 0
     assert main(["fsck", str(tmp_path)]) == 0
     assert "no stores" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["ls", "stat", "explain", "fsck"])
+@pytest.mark.parametrize("command", ["ls", "stat", "explain", "fsck", "rm"])
 def test_what_is_no_directory(
     command: str, tmp_path: Path, prompt: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["--tokens", prompt] if command == "explain" else []
+    more = {"explain": ["--tokens", prompt], "rm": ["x"]}.get(command, [])
     for path in (tmp_path / "nothing", Path(prompt)):
         assert main([command, str(path), *more]) == 2
         err = capsys.readouterr().err
@@ -206,6 +241,7 @@ def test_what_is_no_directory(
         (["wash"], "wash"),
         (["ls", ".", "--colour"], "--colour"),
         (["explain", "."], "--tokens"),
+        (["rm", "."], "STORE"),
         (["explain", ".", "--tokens", "x", "--salt", "xyz"], "hex"),
     ],
 )
@@ -216,7 +252,7 @@ def test_usage_errors(arguments: list[str], said: str, capsys: pytest.CaptureFix
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["ls", "stat", "explain", "fsck"])
+@pytest.mark.parametrize("command", ["ls", "stat", "explain", "fsck", "rm"])
 def test_help_is_complete(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
