@@ -8,7 +8,7 @@ each size the contenders run side by side, in turn, on the same directory:
 * ``values``: payloads as LMDB values, one synchronous transaction per group.
 
 The baseline of every rate is ``raw`` at the same queue depth: pages written or read by as many
-threads at once.  ``run`` works in the current directory's file system unless told otherwise.
+threads at once.  ``run`` works under ``build`` in the current directory unless told otherwise.
 """
 
 import mmap
@@ -55,7 +55,10 @@ def run(quick: bool, where: str | None = None) -> list[Result]:
 
 @contextmanager
 def _directory(where: str | None) -> Iterator[str]:
-    root = tempfile.mkdtemp(prefix="kvtier-bench-", dir=where or os.getcwd())
+    if where is None:
+        where = "build"  # not in version control
+        os.makedirs(where, exist_ok=True)
+    root = tempfile.mkdtemp(prefix="kvtier-bench-", dir=where)
     try:
         yield root
     finally:
