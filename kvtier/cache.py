@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self, final
 
 from kvtier.assembly import check_parts, geometry_of, make_core, make_transfer, open_store
 from kvtier.config import CacheConfig
+from kvtier.core import lookup
 from kvtier.core.keys import ANONYMOUS, chain_base, check_spans
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Kind, OpKind
@@ -31,7 +32,7 @@ from kvtier.seams import Store, Transfer
 from kvtier.sizing import geometry_for
 from kvtier.step import PagedTransfer, Step, StepBuffers
 from kvtier.stepping import Stepping
-from kvtier.tokens import Tokens, pack
+from kvtier.tokens import TokenBuffer, Tokens, pack
 from kvtier.types import (
     CacheStats,
     Identity,
@@ -113,6 +114,7 @@ class Cache:
             Kind.TAIL: layout.checkpoint_bytes(),
         }
         self._pump = Pump(self._core, transfer, record_bytes)
+        self._look = partial(lookup.match, self._core.residency)
         self._expiries: list[float] = []
         """When pages of leases with a ``ttl`` expire, as a heap; used under the lock."""
         self._events_missed = 0
@@ -178,11 +180,11 @@ class Cache:
         self, tokens: Tokens, *, identity: Identity = ANONYMOUS, spans: Sequence[Span] = ()
     ) -> PrefixMatch:
         """Longest reusable prefix.  Reads only: no pin, no recency change."""
-        packed = pack(tokens)
-        _check_identity(identity)
-        placed = check_spans(spans, len(packed)) if spans else ()
-        with self._pump as core:
-            return core.match(packed, identity, placed)
+        if type(tokens) is not TokenBuffer:
+            tokens = pack(tokens)
+        if identity is not ANONYMOUS:
+            _check_identity(identity)
+        return self._pump.read(self._look, tokens, identity, spans)
 
     def lease(
         self,

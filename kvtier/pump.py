@@ -131,6 +131,15 @@ class Pump:
         else:
             self._lock.release()
 
+    def read(self, look: Callable[..., T], *args: Any) -> T:
+        """``look(*args)`` under the lock: for what changes nothing and is asked often.  Does not
+        empty the inbox: what has arrived this moment is seen the next."""
+        if self.closed or self._broken is not None or os.getpid() != self._pid:
+            with self:
+                pass  # raises what there is to raise
+        with self._lock:
+            return look(*args)
+
     # -- inside a block
 
     def plan(self, ops: Iterable[Op]) -> None:
