@@ -34,6 +34,8 @@ def match(
         root = res.new_root(identity)
     last = tree.walk(root, data, extras)
     known = history = last.depth
+    if not known and res.disk is None:
+        return _NOTHING
     if known >= limit > 0 and last.copies[GPU] and not (spans or geometry.has_tails):
         tokens_found = limit * page  # all on the device
         return _new(PrefixMatch, (tokens_found, known * page, tokens_found, 0, 0, 0))
