@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,8 +109,8 @@ BUGS = [
     Bug(
         "restored pages are counted as device hits",
         "restore",
-        "            tier = rec.origins.get(n, Tier.GPU)",
-        "            tier = Tier.GPU",
+        "for tier in (rec.origins.get(n, Tier.GPU) for n in rec.nodes) if rec.origins else ():",
+        "for tier in ():",
     ),
     Bug(
         "a checkpoint that served stays expendable",
@@ -279,8 +280,20 @@ BUGS = [
     Bug(
         "a confirmed deletion does not end the quarantine",
         "operations",
-        "            disk.quarantined -= self.bad_keys.pop(m.part.key, 0)",
-        "            self.bad_keys.pop(m.part.key, 0)",
+        "                disk.quarantined -= self.bad_keys.pop(key, 0)",
+        "                self.bad_keys.pop(key, 0)",
+    ),
+    Bug(
+        "a failed read condemns its source",
+        "operations",
+        "                if not failed:\n                    self._suspect(source)",
+        "                if True:\n                    self._suspect(source)",
+    ),
+    Bug(
+        "a failed deletion is forgotten",
+        "operations",
+        "                self.undeleted[key] = frames",
+        "                pass",
     ),
     # ---------------------------------------------------------------- residency and eviction
     Bug(
@@ -312,6 +325,18 @@ BUGS = [
         "residency",
         "        return not node.keeps or any(",
         "        return True or any(",
+    ),
+    Bug(
+        "kept checkpoints leave their last tier",
+        "residency",
+        "        return node not in self.kept_tails or any(",
+        "        return True or any(",
+    ),
+    Bug(
+        "what was held a moment is never evicted again",
+        "residency",
+        "                self.offer(c)  # an order that",
+        "                pass  # an order that",
     ),
     Bug(
         "frames still read are given away",
@@ -522,22 +547,27 @@ def misfits() -> list[str]:
     return out
 
 
-def caught(bug: Bug) -> tuple[bool, float, str]:
-    """Whether the tests notice, after how many seconds, and what they say."""
+def snapshot(copy: Path) -> None:
+    """What the tests need, as it is now: whoever edits meanwhile changes nothing."""
+    ignore = shutil.ignore_patterns("__pycache__", ".hypothesis")
+    shutil.copytree(ROOT / "kvtier", copy / "kvtier", ignore=ignore)
+    shutil.copytree(ROOT / "tests/property", copy / "tests/property", ignore=ignore)
+    (copy / "tests/unit").mkdir()
+    for path in ("tests/__init__.py", "tests/conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / path, copy / path)
+    for found in (ROOT / "tests/unit").glob("test_core_*.py"):
+        shutil.copy(found, copy / "tests/unit")
+
+
+def caught(clean: Path, bug: Bug | None) -> tuple[bool, float, str]:
+    """Whether the tests notice, after how many seconds, and which does.  None: no bug at all."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvtier-mutate-") as folder:
-        copy = Path(folder)
-        ignore = shutil.ignore_patterns("__pycache__", ".hypothesis")
-        shutil.copytree(ROOT / "kvtier", copy / "kvtier", ignore=ignore)
-        for path in ("tests/__init__.py", "tests/conftest.py", "pyproject.toml"):
-            (copy / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / path, copy / path)
-        shutil.copytree(ROOT / "tests/property", copy / "tests/property", ignore=ignore)
-        (copy / "tests/unit").mkdir()
-        for path in (ROOT / "tests/unit").glob("test_core_*.py"):
-            shutil.copy(path, copy / "tests/unit")
-        target = copy / CORE / f"{bug.module}.py"
-        target.write_text(target.read_text().replace(bug.old, bug.new))
+        copy = Path(folder) / "copy"
+        shutil.copytree(clean, copy)
+        if bug is not None:
+            target = copy / CORE / f"{bug.module}.py"
+            target.write_text(target.read_text().replace(bug.old, bug.new))
         for stage in STAGES:
             failed, reason = run_tests(copy, stage)
             if failed:
@@ -585,8 +615,20 @@ def main() -> int:
         print("\n".join(f"{b.module:12}{b.name}" for b in bugs))
         return 0
     missed = 0
-    with ThreadPoolExecutor(given.jobs) as pool:
-        for bug, (seen, seconds, reason) in zip(bugs, pool.map(caught, bugs), strict=True):
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-clean-") as folder,
+        ThreadPoolExecutor(given.jobs) as pool,
+    ):
+        clean = Path(folder)
+        snapshot(clean)
+        failed, seconds, reason = caught(clean, None)
+        if failed:
+            print(f"the tests fail without any bug: {reason}")
+            return 1
+        print(f"clean {seconds:7.1f} s", flush=True)
+        for bug, (seen, seconds, reason) in zip(
+            bugs, pool.map(partial(caught, clean), bugs), strict=True
+        ):
             missed += not seen
             word = "CAUGHT" if seen else "MISSED"
             print(f"{word}{seconds:7.1f} s  {bug.module}: {bug.name}  {reason}", flush=True)
