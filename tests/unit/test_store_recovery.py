@@ -32,6 +32,7 @@ from tests.crash.kit import (
     FRAME,
     Crash,
     FaultyIO,
+    bytes_under,
     chain,
     checkpoint,
     fetch,
@@ -215,6 +216,33 @@ def test_rubbish_in_every_file(filled: Path) -> None:
         store.put_group(RECORDS)
         assert all(fetch(store, RECORDS))
         store.check()
+
+
+def test_recovery_keeps_to_the_limit(tmp_path: Path) -> None:
+    """A full store, an index set aside, and then a copy of its successor: never both at once."""
+    limit = 2 << 20
+    most = 0
+
+    class Measuring(FaultyIO):
+        def point(self, name: str) -> None:
+            nonlocal most
+            most = max(most, bytes_under(tmp_path))
+            self.points.append(name)
+
+    io = Measuring()
+    with open_store(tmp_path, limit_bytes=limit, io=io) as store:
+        store.put_group([record((i,)) for i in range(store.capacity)])
+        used = store.capacity
+    with (store_dir(tmp_path) / "index.mdb").open("r+b") as file:
+        file.write(b"\x5a" * 4096)
+        file.truncate(260 << 10)  # and as large as the index of an open store
+    open_store(tmp_path, limit_bytes=limit, io=io)._abandon()
+    assert (store_dir(tmp_path) / "index.bad").exists()
+    with open_store(tmp_path, limit_bytes=limit, io=io) as store:
+        assert len(keys_in(store)) == used
+    assert not (store_dir(tmp_path) / "index.bad").exists()
+    assert io.points.count("recover:spare ready") == 2
+    assert most <= limit
 
 
 # -- rebuilding ----------------------------------------------------------------------------------
