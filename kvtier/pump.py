@@ -236,14 +236,13 @@ class Pump:
     def _leave(self) -> None:
         if self._core.settled:
             self._settle()
-        if self._planned:
-            planned, self._planned = self._planned, []
+        planned, self._planned = self._planned, []
+        if planned:
             self._turn.acquire()
-            self._lock.release()
-            self._start(planned)
-        else:
-            self._lock.release()
+        self._lock.release()
         try:
+            if planned:
+                self._start(planned)
             self._tell()
         finally:
             if self._inbox:
@@ -297,6 +296,12 @@ class Pump:
                 self._watches.remove(watch)
                 self._outcomes.append(partial(watch.then, watch.error))
 
+    def _refused(self, op_id: int, error: BaseException) -> None:
+        """The transfer's ``start`` raised, which is an end like any other if it was the first."""
+        if (op := self._running.get(op_id)) is not None:
+            logger.error("%s could not be started", op.kind.value, exc_info=error)
+            self._done(op_id, 0, error)
+
     def _count(self, op: Op, delivered: int) -> None:
         if op.kind in (OpKind.DROP, OpKind.CLEAR):
             return
@@ -336,17 +341,26 @@ class Pump:
     # -- with the turn
 
     def _start(self, ops: list[Op]) -> None:
+        last: BaseException | None = None
         self._starter = threading.get_ident()
         try:
             for op in ops:
                 packed, done = partial(self._on_packed, op.id), partial(self._on_done, op.id)
                 if self._sealed:
                     done(0, CacheClosed("the cache was closed before this was done"))
-                else:
+                    continue
+                try:
                     self.transfer.start(op, packed=packed, done=done)
+                except BaseException as error:  # noqa: BLE001 - told by ``done``, or raised below
+                    # The core counts on every op's end, and on the ops behind this one.
+                    self._inbox.append(partial(self._refused, op.id, error))
+                    if not isinstance(error, Exception):
+                        last = error
         finally:
             self._starter = 0
             self._turn.release()
+        if last is not None:
+            raise last
 
     # -- from the transfer, on any thread
 

@@ -35,10 +35,12 @@ class Transfer(Protocol):
         ``done(n, error)`` is called exactly once, with the number of leading parts that were
         delivered.  Of a RESTORE that ends early, the error says whose fault it was: None (it is
         missing or was not verified) or an OSError, such as StoreError, that of the first source
-        that was not delivered; any other error, the device's or the target's.  COPY and CLEAR take effect in the order of ``start`` calls, before anything
-        the caller queues on its compute stream afterwards and before any later operation touches
-        their frames: these may already belong to somebody else when ``done`` comes.  Callbacks
-        may come from any thread and from within ``start``.
+        that was not delivered; any other error, the device's or the target's.  COPY and CLEAR take
+        effect in the order of ``start`` calls, before anything the caller queues on its compute
+        stream afterwards and before any later operation touches their frames: these may already
+        belong to somebody else when ``done`` comes.  Callbacks may come from any thread and from
+        within ``start``.  If it raises, it must not have taken ``op``, which ends with that error
+        and nothing delivered.
         """
 
     def close(self) -> None:
