@@ -87,8 +87,12 @@ class Stepping:
         try:
             # Also after an exception: what the block has queued still runs, on pages that may
             # change hands from here on.
-            self._pump.transfer.fence(self._stream)
-            self._end(self._step, commit=exc_type is None)
+            fenced = False
+            try:
+                self._pump.transfer.fence(self._stream)
+                fenced = True
+            finally:  # a device that is lost keeps no lease in this step
+                self._end(self._step, commit=fenced and exc_type is None)
         except Exception as error:
             if exc is None:
                 raise
@@ -99,15 +103,17 @@ class Stepping:
             gone = [row for row, lease in enumerate(step.leases) if lease._released]
             for lease in step.leases:
                 lease._in_step = False
-            if commit:
+            try:
+                if commit:
+                    for row in gone:
+                        step._accept(row, 0)
+                    counts, data = step._committed()
+                    self._pump.plan(core.commit(self._records, counts, data))
+                else:
+                    core.abandon(self._records)
+            finally:
                 for row in gone:
-                    step._accept(row, 0)
-                counts, data = step._committed()
-                self._pump.plan(core.commit(self._records, counts, data))
-            else:
-                core.abandon(self._records)
-            for row in gone:
-                self._pump.release(self._records[row])
+                    self._pump.release(self._records[row])
 
     def _take(self, leases: tuple[Lease, ...]) -> None:
         """Mark every lease as this step's own, or none."""

@@ -9,7 +9,7 @@ import kvtier
 from kvtier.testing import ManualTransfer
 from kvtier.tokens import pack
 from kvtier.types import Tier
-from tests.shell.kit import LAYOUT, config, ends, fill, free, prompt
+from tests.shell.kit import LAYOUT, config, ends, feed, fill, free, make, prompt
 
 Done = Callable[[int, BaseException | None], None]
 
@@ -101,5 +101,63 @@ def test_an_op_that_ended_before_its_start_raised_ends_once() -> None:
     transfer.refusals, transfer.ends_it_first = [RuntimeError("too late")], True
     with cache.lease(prompt(9)) as lease:
         assert lease.ready.result(timeout=0) == 8
+    cache.check()
+    cache.close()
+
+
+# ------------------------------------------------------------------ a step that cannot be left
+
+
+def broken_fence(_: object) -> None:
+    raise RuntimeError("illegal memory access")
+
+
+@pytest.mark.parametrize("body_raises", [False, True])
+def test_leaving_a_step_gives_its_leases_back_whatever_the_fence_says(
+    body_raises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, transfer = make()
+    kept, gone = cache.lease(prompt(9)), cache.lease(prompt(9, 1))
+
+    def body() -> None:
+        with cache.step([(kept, prompt(9)), (gone, prompt(9, 1))]):
+            gone.release()
+            monkeypatch.setattr(transfer, "fence", broken_fence)
+            if body_raises:
+                _ = 1 // 0
+
+    with pytest.raises(ZeroDivisionError if body_raises else RuntimeError):
+        body()
+    monkeypatch.undo()
+    assert [info.id for info in cache.leases()] == [kept._record.id]
+    assert kept.num_tokens == 0  # what was queued may not have run
+    feed(cache, kept, prompt(9))
+    kept.release()
+    transfer.finish_all()
+    assert cache.match(prompt(9)).tokens == 8
+    cache.check()
+    cache.close()
+
+
+def test_a_commit_that_fails_releases_what_was_released_in_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, transfer = make()
+    kept, gone = cache.lease(prompt(9)), cache.lease(prompt(9, 1))
+
+    def refuse(*_: object) -> Any:
+        raise kvtier.LeaseError("not now")
+
+    def body() -> None:
+        with cache.step([(kept, prompt(9)), (gone, prompt(9, 1))]):
+            gone.release()
+            monkeypatch.setattr(cache._core, "commit", refuse)
+
+    with pytest.raises(kvtier.LeaseError, match="not now"):
+        body()
+    monkeypatch.undo()
+    assert [info.id for info in cache.leases()] == [kept._record.id]
+    kept.release()
+    transfer.finish_all()
     cache.check()
     cache.close()
