@@ -401,6 +401,43 @@ def test_a_pack_waits_for_the_work_fenced_before_it() -> None:
         assert not (out == 3.0).all()
 
 
+@pytest.mark.gpu
+def test_a_copy_waits_for_the_work_of_every_stream() -> None:
+    """The page's last owner ran on another stream than whoever copies it now."""
+    with plane(device="cuda") as p:
+        writer, caller = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        rows = p.pool.rows("k", 0)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(writer):
+            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+            rows[:16] = 3.0
+        p.transfer.fence(writer)
+        p.transfer.fence(caller)
+        assert p.start(OpKind.COPY, Part(Kind.HISTORY, GPU, (0,), GPU, (2,))).delivered == 1
+        caller.synchronize()
+        assert (rows[32:48] == 3.0).all()
+
+
+@pytest.mark.gpu
+def test_another_device_gets_no_context() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    code = """
+import torch
+from tests.device.test_transfer_cpu import OpKind, from_disk, plane, store_chain
+with plane(device="cuda:1") as p:
+    want = store_chain(p, 3)
+    p.start(OpKind.RESTORE, *[from_disk(i + 1, page=i) for i in range(3)]).wait()
+    assert [p.page(i) for i in range(3)] == want
+print(torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "True"]
+
+
 def test_records_carry_the_checksum_taken_when_they_were_packed() -> None:
     with plane() as p:
         want = p.page(0)
