@@ -84,7 +84,8 @@ def test_row(operation: str, record: str, backend: str, dtype: torch.dtype, devi
             assert pool[[0, 1, 2, 3, 5, 6, 7]].isnan().all()
         else:
             assert operation == "merge"
-            a, b = torch.ones(2, 2, 3, dtype=dtype), torch.full((2, 2, 3), 3.0, dtype=dtype)
-            void = torch.tensor([[0.0, -torch.inf], [0.0, torch.inf]])
-            out, _ = kernel.run(a.to(device), torch.zeros(2, 2).to(device), b, void.to(device))
+            a = torch.ones(2, 2, 3, dtype=dtype, device=device)
+            b, none = 3 * a, torch.zeros(2, 2, device=device)
+            void = torch.tensor([[0.0, -torch.inf], [0.0, torch.inf]], device=device)
+            out, _ = kernel.run(a, none, b, void)
             assert out[:, :, 0].tolist() == [[2.0, 1.0], [2.0, 1.0]]
