@@ -232,7 +232,7 @@ class DiskTable:
     def victims(self, frames: int) -> list[int] | None:
         """Idle leaves, least recently used first, until ``frames`` would be free; None if they
         cannot be.  Changes nothing but its own queue of candidates."""
-        need = frames - self.free
+        need = frames + self.used + self.quarantined - self.capacity
         out: list[int] = []
         taken: dict[int, int] = {}
         scanned_at = -1

@@ -204,7 +204,7 @@ class Evictor:
         """Free disk frames until ``frames`` fit, or change nothing."""
         disk = self.residency.disk
         assert disk is not None
-        if disk.free >= frames:
+        if disk.used + disk.quarantined + frames <= disk.capacity:
             return True
         victims = disk.victims(frames)
         if victims is None:

@@ -57,6 +57,8 @@ class FakeServer:
         """Committed by leases that write, and not cleared since."""
         self.published: set[Page] = set()
         """Page-aligned prefixes that may be in the tree."""
+        self.once: set[Page] = set()
+        """The same, and those cleared since."""
         self.epoch = self.life = 0
         self.now = 0.0
         self.boot()
@@ -261,6 +263,7 @@ class FakeServer:
         prefix = items(tokens, spans)
         for end in range(page, len(tokens) + 1, page):
             self.published.add((rec.identity, prefix[:end]))
+            self.once.add((rec.identity, prefix[:end]))
 
     def serve(
         self,
@@ -340,6 +343,9 @@ class FakeServer:
     def restart(self) -> None:
         """The process dies wherever it is, handles and all; a new one opens what the disk has."""
         self.life += 1
+        if any(o.kind is OpKind.DROP for o in self.plane.live.values()):
+            self.epoch, self.published = 0, set(self.once)  # a clear that was not finished
+            REACHED["died before a deletion"] += 1
         self.boot()
         REACHED["restarted with pages on disk"] += bool(self.disk.records)
 

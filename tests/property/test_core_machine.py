@@ -125,7 +125,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
             gpu_windows=max(wide, leases * wide - leases // 2) if window else 0,
             max_draft=draft if window else 0,
         )
-        self.recorded = not recorded
+        self.recorded, self.images = not recorded, 0
         self.build(
             geometry,
             make=self.make_core,
@@ -207,8 +207,9 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
 
     def pick(self, data: Any, state: LeaseState | None = LeaseState.ACTIVE) -> LeaseRecord:
         """A live lease, in this state if there is one."""
-        live = list(self.core.leases.values())
-        return data.draw(st.sampled_from([r for r in live if r.state is state] or live))
+        live = self.core.leases
+        ids = [r.id for r in live.values() if r.state is state] or list(live)
+        return live[data.draw(st.sampled_from(ids))]
 
     def seats(self, count: int) -> None:
         """Aimed rules want room for so many leases: the oldest go."""
@@ -247,7 +248,8 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         self.seats(1)
         known = sorted((k for k in self.ever if k[2]), key=repr)
         who, tokens, placed = data.draw(st.sampled_from(known))
-        other = Span(placed[-1].start, placed[-1].stop, b"another")
+        self.images += 1
+        other = Span(placed[-1].start, placed[-1].stop, b"another %d" % self.images)
         rec = self.open([*tokens, 0], who, spans=(*placed[:-1], other))
         if rec is not None:
             page = self.geometry.page_tokens
@@ -385,7 +387,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
     @precondition(lambda self: self.active())
     @rule(data=st.data())
     def pause_one(self, data: Any) -> None:
-        self.pause(data.draw(st.sampled_from(self.active())))
+        self.pause(self.pick(data))
 
     @rule(data=st.data(), tokens=FULL, write=st.booleans())
     def pause_aimed(self, data: Any, tokens: list[int], write: bool) -> None:
@@ -404,8 +406,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
     def resume(self, data: Any, early: bool, crowded: int) -> None:
         if not crowded:
             self.crowd()
-        paused = [r for r in self.core.leases.values() if r.state is LeaseState.PAUSED]
-        rec = data.draw(st.sampled_from(paused))
+        rec = self.pick(data, LeaseState.PAUSED)
         before, tokens, parked = rec.length, tokens_of(rec), rec.parked
         assert parked is not None
         whole = parked.ok

@@ -908,3 +908,23 @@ def test_refused_for_want_of_windows_keeps_what_was_reserved() -> None:
         made.core.reserve([rec], [8])
     assert rec.capacity == 6 and made.core.digest() == before
     assert made.step([rec], [[1] * 6])
+
+
+def test_a_disk_opened_smaller_is_cut_to_size() -> None:
+    """A7: the limit is hard, also for what was stored under a larger one; old pages go first."""
+    made = plain(cpu=8, disk=8)
+    for i in range(4):
+        made.serve([i, i, i, i])
+        made.drain()
+    small = server(
+        Geometry(page_tokens=2, gpu_pages=8, cpu_frames=8, disk_frames=3),
+        disk=made.disk,
+        eviction="lru",
+    )
+    small.published = set(made.published)
+    assert small.core.residency.disk is not None and small.core.residency.disk.used == 3
+    assert small.core.stats().tiers[Tier.DISK].free == 0
+    small.serve([9, 9])
+    small.drain()
+    small.sound()
+    assert len(small.disk.records) == 3

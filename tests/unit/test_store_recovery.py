@@ -228,6 +228,9 @@ def test_recovery_keeps_to_the_limit(tmp_path: Path) -> None:
             nonlocal most
             most = max(most, bytes_under(tmp_path))
             self.points.append(name)
+            if name == "recover:spare ready":
+                there = {path.name for path in store_dir(tmp_path).glob("index.???")}
+                assert len(there) <= 2, there  # room is kept for two
 
     io = Measuring()
     with open_store(tmp_path, limit_bytes=limit, io=io) as store:
