@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
+from operator import index
 from types import MappingProxyType, TracebackType
 from typing import Self, final
 
@@ -67,7 +68,9 @@ class Lease:
         self.release()
 
     def __del__(self) -> None:
-        if self._released or self._record.state is LeaseState.RELEASED or self._pump.foreign:
+        if self._released or self._record.state is LeaseState.RELEASED:
+            return
+        if self._pump.closed or self._pump.foreign:
             return
         # First the pages: a warning may be turned into an error.
         self._pump.post(partial(self._pump.release, self._record))
@@ -84,8 +87,10 @@ class Lease:
         Operations under way keep the pages that they use until they end.  A pending ``ready``
         resolves to 0.
         """
-        if self._released or self._record.state is LeaseState.RELEASED or self._pump.foreign:
+        pump = self._pump
+        if self._record.state is LeaseState.RELEASED or pump.foreign or pump.broken:
             self._released = True
+        if self._released:
             return
         with self._pump:
             self._released = True
@@ -98,8 +103,9 @@ class Lease:
     def ready(self) -> "Future[int]":
         """Resolves to ``cached_tokens`` once the prefix may be read.
 
-        Never fails: a restore that goes wrong resolves to a shorter prefix.  It is running from
-        the start, so cancelling an ``asyncio.wrap_future`` of it ends that one waiter only.
+        Never fails: a restore that goes wrong resolves to a shorter prefix.  (After a bug in
+        kvtier this and all other futures carry InvariantError.)  It is running from the start,
+        so cancelling an ``asyncio.wrap_future`` of it ends that one waiter only.
         """
         self._check_released()
         return self._ready
@@ -261,6 +267,7 @@ class Lease:
     def slot_mapping(self, start: int, stop: int) -> Mapping[str, IntArray]:
         """For each history component, the slot where each token in [start, stop) lies, shared
         pages too; -1 for none.  Raises LeaseError past ``capacity``."""
+        start, stop = index(start), index(stop)
         with self._pump as core:
             table = self._table(core)
             capacity = self._record.capacity

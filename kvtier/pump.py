@@ -27,7 +27,7 @@ from typing import Any, TypeVar, final
 from kvtier.core.leases import LeaseRecord, PrefetchRecord
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Kind, Op, OpKind
-from kvtier.errors import CacheClosed, InvariantError
+from kvtier.errors import CacheClosed, InvariantError, KVTierError
 from kvtier.seams import Transfer
 from kvtier.types import LeaseState, Tier
 
@@ -102,6 +102,11 @@ class Pump:
         """Whether this is a forked child of the process that opened the cache."""
         return os.getpid() != self._pid
 
+    @property
+    def broken(self) -> bool:
+        """Whether the cache stopped after a bug."""
+        return self._broken is not None
+
     def __enter__(self) -> CacheCore:
         if os.getpid() != self._pid:
             raise CacheClosed(
@@ -112,11 +117,11 @@ class Pump:
             if self.closed:
                 raise CacheClosed("the cache has been closed")
             if self._broken is not None:
-                raise InvariantError("the cache stopped after a bug") from self._broken
+                raise _stopped(self._broken)
             if self._inbox:
                 self._empty_inbox()
         except BaseException:
-            self._lock.release()
+            self._leave()
             raise
         return self._core
 
@@ -126,6 +131,8 @@ class Pump:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        if exc is not None and not isinstance(exc, KVTierError):
+            self._stop(exc)
         if self._core.settled or self._planned or self._outcomes or self._inbox:
             self._leave()
         else:
@@ -226,7 +233,15 @@ class Pump:
             self._sealed = not drain or self._broken is not None
         finally:
             self._leave()
-        self.transfer.close()
+        try:
+            self.transfer.close()
+        except BaseException as error:
+            with self._lock:
+                self._give_up(
+                    CacheClosed(f"the cache was closed, and its transfer failed: {error}")
+                )
+            self._tell()
+            raise
         self._sealed = True
         self.run()
         return open_leases
@@ -234,7 +249,7 @@ class Pump:
     # -- with the lock
 
     def _leave(self) -> None:
-        if self._core.settled:
+        if self._core.settled and self._broken is None:
             self._settle()
         planned, self._planned = self._planned, []
         if planned:
@@ -263,7 +278,8 @@ class Pump:
                 outcome()
             except (InvariantError, KeyboardInterrupt, SystemExit) as error:
                 if isinstance(error, InvariantError):
-                    self._broken = error
+                    with self._lock:
+                        self._stop(error)
                 first = first or error
             except BaseException:
                 logger.exception("a callback of a future failed")
@@ -271,12 +287,33 @@ class Pump:
             raise first
 
     def _empty_inbox(self) -> None:
+        if self._broken is not None:
+            self._inbox.clear()
         try:
             while self._inbox:
                 self._inbox.popleft()()
-        except InvariantError as error:
-            self._broken = error
-            raise
+        except BaseException as error:
+            self._stop(error)
+            if isinstance(error, InvariantError) or not isinstance(error, Exception):
+                raise
+            raise _stopped(error) from error
+
+    def _stop(self, bug: BaseException) -> None:
+        """After whatever came out of the core unforeseen, it is not entered again: what it would
+        say of its pages can no longer be trusted.  What runs ends; nothing more is started."""
+        if self._broken is None:
+            self._broken = bug
+            self._planned.clear()
+            self._give_up(_stopped(bug))
+
+    def _give_up(self, error: KVTierError) -> None:
+        """Nobody waits for ever: every future that cannot be kept carries ``error``."""
+        futures: list[Future[Any]] = [*self._ready.values(), *self._paused.values()]
+        self._outcomes += [partial(future.set_exception, error) for future in futures]
+        self._outcomes += [partial(_fail, f, error) for _, f in self._prefetches.values()]
+        self._outcomes += [partial(watch.then, error) for watch in self._watches]
+        for waiting in (self._ready, self._paused, self._prefetches, self._watches):
+            waiting.clear()
 
     def _packed(self, op_id: int) -> None:
         self.plan(self._core.packed(op_id))
@@ -371,6 +408,17 @@ class Pump:
     def _on_done(self, op_id: int, delivered: int, error: BaseException | None) -> None:
         self._inbox.append(partial(self._done, op_id, delivered, error))
         self.run()
+
+
+def _stopped(bug: BaseException) -> InvariantError:
+    error = InvariantError("the cache stopped after a bug")
+    error.__cause__ = bug
+    return error
+
+
+def _fail(future: "Future[T]", error: BaseException) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)
 
 
 def _fulfil(future: "Future[T]", value: T) -> None:

@@ -1,6 +1,7 @@
 """Parts that break: a transfer whose calls raise, a core with a bug.  Nothing leaks or hangs."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -161,3 +162,124 @@ def test_a_commit_that_fails_releases_what_was_released_in_the_step(
     transfer.finish_all()
     cache.check()
     cache.close()
+
+
+# ------------------------------------------------------------------ a bug in the core
+
+
+Waiting = tuple[kvtier.Cache, ManualTransfer, dict[str, "Future[Any]"], list[kvtier.Lease]]
+
+
+def waiting_for_everything() -> Waiting:
+    """A cache with futures that have not resolved, and the leases behind them."""
+    cache, transfer = make(gpu=32, cpu=32)
+    for seed in (0, 1):
+        fill(cache, prompt(9, seed))
+    transfer.finish_all()
+    cache.evict(Tier.GPU, 9)
+    restoring = cache.lease(prompt(9))
+    parked = cache.lease(prompt(9, 2))
+    feed(cache, parked, prompt(9, 2))
+    futures: dict[str, Future[Any]] = {
+        "ready": restoring.ready,
+        "paused": parked.pause(),
+        "flush": cache.flush(to=Tier.CPU),
+    }
+    assert not any(future.done() for future in futures.values())
+    return cache, transfer, futures, [restoring, parked]
+
+
+@pytest.mark.parametrize("bug", [AssertionError("I3"), KeyError(5), kvtier.InvariantError("I3")])
+def test_a_bug_met_by_a_completion_stops_the_cache_and_wakes_everybody(
+    bug: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, transfer, futures, leases = waiting_for_everything()
+
+    def finish(*_: object) -> Any:
+        raise bug
+
+    monkeypatch.setattr(cache._core, "finish", finish)
+    with pytest.raises(kvtier.InvariantError):
+        transfer.finish(transfer.pending[0])
+    monkeypatch.undo()
+    started = len(transfer.started)
+    for name, future in futures.items():
+        with pytest.raises(kvtier.InvariantError):
+            future.result(timeout=0)
+        assert future.exception(timeout=0).__cause__ is bug, name  # type: ignore[union-attr]
+    transfer.finish_all()  # what is under way ends in peace
+    for call in (lambda: cache.match([1]), lambda: cache.lease([1]), cache.stats, cache.check):
+        with pytest.raises(kvtier.InvariantError, match="stopped after a bug"):
+            call()
+    leases[0].release()
+    with pytest.raises(kvtier.LeaseError, match="2 open"):
+        cache.close()
+    leases[1].release()
+    assert transfer.closed
+    assert len(transfer.started) == started
+
+
+def test_a_bug_met_by_a_caller_stops_the_cache_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, transfer, futures, leases = waiting_for_everything()
+
+    def evict(*_: object) -> Any:
+        raise KeyError(7)
+
+    monkeypatch.setattr(cache._core, "evict", evict)
+    with pytest.raises(KeyError, match="7"):
+        cache.evict(Tier.GPU, 1)
+    for future in futures.values():
+        with pytest.raises(kvtier.InvariantError):
+            future.result(timeout=0)
+    with pytest.raises(kvtier.InvariantError, match="stopped after a bug"):
+        cache.stats()
+    transfer.finish_all()
+    with pytest.raises(kvtier.LeaseError, match="2 open"):
+        cache.close()
+    assert [lease.state.value for lease in leases] == ["restoring", "restoring"]
+
+
+def test_a_caller_that_meets_the_bug_of_a_completion_is_told_and_lets_go_of_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, _ = make()
+
+    def bug() -> None:
+        raise AssertionError("I3")
+
+    cache._pump.post(bug)
+    with pytest.raises(kvtier.InvariantError) as caught:
+        cache.stats()
+    assert isinstance(caught.value.__cause__, AssertionError)
+    assert not cache._pump._lock.locked()
+    cache.close()
+
+
+def test_a_mistake_of_the_caller_is_no_bug(cache: kvtier.Cache) -> None:
+    with cache.lease(prompt(9), reserve=9) as lease:
+        for bad in ("a", None, 1.5):
+            with pytest.raises(TypeError):
+                lease.slot_mapping(bad, 2)  # type: ignore[arg-type]
+            with pytest.raises(TypeError):
+                lease.slot_mapping(0, bad)  # type: ignore[arg-type]
+        with pytest.raises(kvtier.LeaseError):
+            lease.slot_mapping(2, 1)
+        assert len(lease.slot_mapping(0, 2)["latent"]) == 2
+
+
+def test_a_transfer_that_cannot_be_closed_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, transfer, futures, leases = waiting_for_everything()
+
+    def close() -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(transfer, "close", close)
+    with pytest.raises(RuntimeError, match="device lost"):
+        cache.close()
+    assert {lease.state.value for lease in leases} == {"released"}
+    assert futures["ready"].result(timeout=0) == 0
+    assert futures["paused"].result(timeout=0) is None
+    with pytest.raises(kvtier.CacheClosed):
+        futures["flush"].result(timeout=0)
