@@ -80,7 +80,7 @@ def absorbed(
     *,
     latent_dim: int,
     scale: float,
-    workspace_bytes: int = 512 << 20,
+    workspace_bytes: int | str = "512MiB",
 ) -> tuple[Tensor, Tensor]:
     """Attention of ``query`` (n, heads, width) to the rows themselves.
 
@@ -93,7 +93,8 @@ def absorbed(
         raise ValueError(f"query width {width}, row width {rows.shape[-1]}, {latent_dim=}")
     out = query.new_zeros(n, heads, latent_dim)
     lse = torch.full((n, heads), -torch.inf, dtype=torch.float32, device=query.device)
-    block, split = _absorbed_blocks(workspace_bytes, heads, width, latent_dim, query.itemsize)
+    workspace = parse_bytes(workspace_bytes, "workspace_bytes")
+    block, split = _absorbed_blocks(workspace, heads, width, latent_dim, query.itemsize)
     begin = 0
     for b, (q_len, kv_len) in enumerate(zip(batch.query_lens, batch.kv_lens, strict=True)):
         for low in range(0, q_len, block):

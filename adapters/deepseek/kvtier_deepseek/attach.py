@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from kvtier import ConfigError, KVTierError, LayoutMismatch, TokenError
-from kvtier.config import parse_bytes
 from kvtier.kernels import Case, HeadDims, select_all, table, workspace_rows
 from kvtier.layouts import Layout
 from kvtier_deepseek import structure
@@ -91,10 +90,11 @@ def attach(
         )
     device = next(model.parameters()).device
     kernels = select_all(_cases(dims, dtype, device.type), backend=backend)
-    workspace = parse_bytes(workspace_bytes, "workspace_bytes")
-    max_rows = workspace_rows(workspace, dims, dtype.itemsize, cache.layout.page_tokens)
+    max_rows = workspace_rows(workspace_bytes, dims, dtype.itemsize, cache.layout.page_tokens)
     attentions = [
-        LayerAttention(layer.module, layer.index, rotation, dims, kernels, max_rows, workspace)
+        LayerAttention(
+            layer.module, layer.index, rotation, dims, kernels, max_rows, workspace_bytes
+        )
         for layer, rotation in zip(layers, rotations, strict=True)
     ]
     limit = absorb_limit(dims) if max_absorbed is None else max_absorbed

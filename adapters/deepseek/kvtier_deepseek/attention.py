@@ -61,7 +61,7 @@ class LayerAttention:
     kernels: Mapping[str, Kernel]
     max_rows: int
     """Rows projected up at a time."""
-    workspace_bytes: int
+    workspace_bytes: int | str
 
     def __call__(self, run: Run, hidden: Tensor, embeddings: Any) -> Tensor:
         """Attention output (1, tokens, hidden) for the step's packed tokens."""
