@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from heapq import heappop, heappush
+from math import inf
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self, final
 
@@ -115,8 +115,6 @@ class Cache:
         }
         self._pump = Pump(self._core, transfer, record_bytes)
         self._look = partial(lookup.match, self._core.residency)
-        self._expiries: list[float] = []
-        """When pages of leases with a ``ttl`` expire, as a heap; used under the lock."""
         self._events_missed = 0
 
     def __repr__(self) -> str:
@@ -239,8 +237,6 @@ class Cache:
             lease = Lease(self._pump, self._layout, record, ready)
             self._pump.expect_ready(record, ready)
             self._pump.plan(ops)
-            if expires is not None:
-                heappush(self._expiries, expires)
         return lease
 
     def step(
@@ -452,12 +448,8 @@ class Cache:
     # -- inside
 
     def _expire(self, core: CacheCore) -> None:
-        now = time.monotonic() if self._expiries else 0.0
-        if not self._expiries or self._expiries[0] > now:
-            return
-        while self._expiries and self._expiries[0] <= now:
-            heappop(self._expiries)
-        self._pump.plan(core.expire(now))
+        if core.next_expiry < inf and core.next_expiry < (now := time.monotonic()):
+            self._pump.plan(core.expire(now))
 
     def _flushed(self, future: "Future[None]", error: BaseException | None) -> None:
         try:

@@ -227,9 +227,12 @@ class Pump:
             self.closed = True
             open_leases = list(self._core.leases.values())
             if self._broken is None:
-                self._empty_inbox()
-                open_leases = list(self._core.leases.values())
-                self._take_all_back()
+                try:
+                    self._empty_inbox()
+                    open_leases = list(self._core.leases.values())
+                    self._take_all_back()
+                except Exception as bug:  # noqa: BLE001 - logged; the transfer is closed all the same
+                    self._stop(bug)
             self._sealed = not drain or self._broken is not None
         finally:
             self._leave()
@@ -302,6 +305,7 @@ class Pump:
         """After whatever came out of the core unforeseen, it is not entered again: what it would
         say of its pages can no longer be trusted.  What runs ends; nothing more is started."""
         if self._broken is None:
+            logger.critical("the cache stops after a bug", exc_info=bug)
             self._broken = bug
             self._planned.clear()
             self._give_up(_stopped(bug))

@@ -596,6 +596,21 @@ def test_pages_expire(
     assert cache.match(prompt(9, 1)).tokens == 8
 
 
+def test_pages_due_while_a_lease_holds_them_go_when_it_is_released(
+    cache: kvtier.Cache, transfer: ManualTransfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("kvtier.cache.time.monotonic", lambda: now)
+    with cache.lease(prompt(9), ttl=10) as lease:
+        feed(cache, lease, prompt(9))
+        transfer.finish_all()
+        now = 111.0
+        cache.stats()
+        assert cache.match(prompt(9)).tokens == 8
+    cache.stats()
+    assert cache.match(prompt(9)).tokens == 0
+
+
 # ------------------------------------------------------------------ looking inside
 
 

@@ -255,6 +255,24 @@ def test_a_caller_that_meets_the_bug_of_a_completion_is_told_and_lets_go_of_the_
     cache.close()
 
 
+def test_a_bug_met_while_closing_closes_the_transfer_and_wakes_everybody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, transfer, futures, leases = waiting_for_everything()
+
+    def release(*_: object) -> Any:
+        raise AssertionError("I4")
+
+    monkeypatch.setattr(cache._core, "release", release)
+    with pytest.raises(kvtier.LeaseError, match="2 open"):
+        cache.close()
+    assert transfer.closed
+    for future in futures.values():
+        with pytest.raises(kvtier.InvariantError):
+            future.result(timeout=0)
+    assert len(leases) == 2
+
+
 def test_a_mistake_of_the_caller_is_no_bug(cache: kvtier.Cache) -> None:
     with cache.lease(prompt(9), reserve=9) as lease:
         for bad in ("a", None, 1.5):
