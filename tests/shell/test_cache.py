@@ -14,6 +14,8 @@ import torch
 
 import kvtier
 from kvtier import CacheClosed, ConfigError, LeaseError, StoreError, Tier
+from kvtier.assembly import geometry_of
+from kvtier.data.transfer import DeviceTransfer
 from kvtier.testing import ManualTransfer, MemoryStore
 from kvtier.types import Identity, Span
 from tests.shell.kit import LAYOUT, config, ends, feed, fill, free, make, prompt
@@ -184,12 +186,22 @@ def test_arguments_are_checked_at_the_edge(cache: kvtier.Cache, call: str) -> No
         {"ttl": -1.0},
         {"ttl": "1"},
         {"ttl": float("nan")},
+        {"ttl": True},
+        {"priority": None},
+        {"priority": 1.0},
+        {"priority": True},
+        {"label": 5},
+        {"label": None},
+        {"read": 1},
+        {"write": None},
     ],
 )
 def test_options_of_lease_are_checked(cache: kvtier.Cache, options: dict[str, Any]) -> None:
     (name,) = options
+    fill(cache, prompt(9))  # a hit, which is where a priority is first compared
     with pytest.raises(ConfigError, match=name):
-        cache.lease([1], **options)
+        cache.lease(prompt(9), **options)
+    assert cache.leases() == []
 
 
 def test_tiers_are_checked(cache: kvtier.Cache) -> None:
@@ -717,3 +729,33 @@ def test_check_finds_damage(cache: kvtier.Cache) -> None:
     with pytest.raises(kvtier.InvariantError, match="I1"):
         cache.check()
     frames.give(taken)
+
+
+def test_what_the_disk_would_not_forget_is_not_served() -> None:
+    """The deletion fails; new weights' pages under the same keys must win all the same."""
+    store, sizes = MemoryStore(), config()
+    geometry = geometry_of(LAYOUT, sizes, store)
+    plane = DeviceTransfer(LAYOUT, geometry, device="cpu", store=store, config=sizes)
+
+    with kvtier.Cache(LAYOUT, sizes, model="m", transfer=plane, stores={Tier.DISK: store}) as cache:
+
+        def serve(value: float) -> list[float]:
+            """Compute what is missing as ``value``; returns what was there."""
+            with cache.lease(prompt(9)) as lease:
+                done = lease.ready.result(timeout=10)
+                with cache.step([(lease, prompt(9)[done:])]) as step:
+                    device = step.to_device()
+                    rows = device.layer(0).rows("latent")
+                    rows[device.slot_mapping["latent"]] = value
+                known = torch.from_numpy(lease.slot_mapping(0, done)["latent"]).long()
+                cache.flush().exception(timeout=10)
+                found: list[float] = rows[known][:, 0].tolist()
+                return found
+
+        assert serve(1.0) == []
+        store.fail_next(1)
+        assert isinstance(cache.clear().exception(timeout=10), StoreError)
+        assert serve(2.0) == []
+        cache.evict(Tier.GPU, 99)
+        cache.evict(Tier.CPU, 99)
+        assert set(serve(2.0)) <= {2.0}
