@@ -17,6 +17,8 @@ from math import inf
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self, final
 
+import numpy as np
+
 from kvtier.assembly import check_parts, geometry_of, make_core, make_transfer, open_store
 from kvtier.config import CacheConfig
 from kvtier.core import lookup
@@ -216,6 +218,11 @@ class Cache:
         check_count("reserve", reserve)
         if max_reuse is not None:
             check_count("max_reuse", max_reuse)
+        _check_type("label", label, str)
+        _check_type("read", read, bool)
+        _check_type("write", write, bool)
+        if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
+            raise ConfigError(f"priority must be an int, got {priority!r}")
         expires = None if ttl is None else _expiry(ttl)
         ready = running_future()
         where = opened_at(1)
@@ -497,6 +504,11 @@ def _check_identity(identity: Identity) -> None:
             raise ConfigError(f"identity.{name} must be {kind.__name__} or None, got {value!r}")
 
 
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be a {kind.__name__}, got {value!r}")
+
+
 def _tier(tier: Tier) -> Tier:
     if tier not in (Tier.GPU, Tier.CPU, Tier.DISK):
         raise ConfigError(f"tier must be Tier.GPU, Tier.CPU or Tier.DISK, got {tier!r}")
@@ -504,6 +516,6 @@ def _tier(tier: Tier) -> Tier:
 
 
 def _expiry(ttl: float) -> float:
-    if not isinstance(ttl, int | float) or not ttl > 0:
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:
         raise ConfigError(f"ttl must be a number of seconds above 0, got {ttl!r}")
     return time.monotonic() + ttl
