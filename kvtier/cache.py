@@ -9,8 +9,8 @@ import logging
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -117,6 +117,8 @@ class Cache:
         }
         self._pump = Pump(self._core, transfer, record_bytes)
         self._look = partial(lookup.match, self._core.residency)
+        self._saver = ThreadPoolExecutor(1, "kvtier-flush")
+        """Where ``flush`` saves recency: has no thread until there is something to save."""
         self._events_missed = 0
 
     def __repr__(self) -> str:
@@ -459,24 +461,44 @@ class Cache:
             self._pump.plan(core.expire(now))
 
     def _flushed(self, future: "Future[None]", error: BaseException | None) -> None:
+        """On whatever thread ended the wait; the store is written on another."""
         try:
             with self._pump as core:
                 ticks = core.disk_ticks()
-            if self._store is not None and self._config.disk_mode == "write":
-                self._store.touch(ticks)
+            if ticks and self._store is not None and self._config.disk_mode == "write":
+                self._saver.submit(self._save, self._store, ticks, future, error)
+                return
         except CacheClosed:
-            pass  # close has done the same
-        except OSError as failed:
+            pass  # close does the same
+        except BaseException as failed:
+            _resolve(future, error or failed)
+            if not isinstance(failed, Exception):
+                raise
+            return
+        _resolve(future, error)
+
+    def _save(
+        self,
+        store: Store,
+        ticks: Sequence[tuple[bytes, int]],
+        future: "Future[None]",
+        error: BaseException | None,
+    ) -> None:
+        try:
+            store.touch(ticks)
+        except Exception as failed:  # noqa: BLE001 - whatever it is, the future carries it
             error = error or failed
         _resolve(future, error)
 
     def _close_store(self) -> None:
         if self._store is None:
             return
+        with suppress(RuntimeError):  # a callback of ``flush`` closes the cache, on that thread
+            self._saver.shutdown()
         try:
             if self._config.disk_mode == "write":
                 self._store.touch(self._core.disk_ticks())
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - may be lost, as in a crash
             logger.warning("the recency of pages on disk was not saved: %s", error)
         finally:
             self._store.close()

@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -370,15 +371,15 @@ def test_flush_follows_pages_down() -> None:
     to_cpu, to_disk = cache.flush(to=Tier.CPU), cache.flush()
     (pack,) = transfer.pending
     transfer.finish(pack)
-    assert to_cpu.result(timeout=0) is None
+    assert to_cpu.result(timeout=10) is None
     assert not to_disk.done()
     (stored,) = transfer.pending
     fill(cache, prompt(9, 1))  # committed later: not waited for
     transfer.finish(stored)
-    assert to_disk.result(timeout=0) is None
+    assert to_disk.result(timeout=10) is None
     assert len(transfer.pending) == 1
     transfer.finish_all()
-    assert cache.flush().done()
+    assert cache.flush().result(timeout=10) is None
     cache.close()
 
 
@@ -389,10 +390,10 @@ def test_flush_alone_carries_a_stores_failure() -> None:
     transfer.finish(transfer.pending[0])
     transfer.finish(transfer.pending[0], error=OSError(28, "No space left on device"))
     with pytest.raises(StoreError, match="No space left"):
-        flushed.result(timeout=0)
+        flushed.result(timeout=10)
     assert cache.match(prompt(9)).tokens == 8
     assert cache.stats().tiers[Tier.DISK].faults == 1
-    assert cache.flush().result(timeout=0) is None
+    assert cache.flush().result(timeout=10) is None
     cache.close()
 
 
@@ -404,15 +405,82 @@ def test_recency_is_handed_to_the_store() -> None:
     store.touch = lambda ticks: touched.extend(ticks)  # type: ignore[method-assign]
     fill(cache, prompt(9))
     transfer.finish_all()
-    cache.flush().result(timeout=0)
+    cache.flush().result(timeout=10)
     assert {key for key, _ in touched} == {page.key for page in cache.pages()}
     touched.clear()
-    cache.flush().result(timeout=0)
+    cache.flush().result(timeout=10)
     assert touched == []
     fill(cache, prompt(9))
     transfer.finish_all()
     cache.close()
     assert len(touched) == 2
+
+
+class OwnThread(MemoryStore):
+    """Says on which thread recency was saved, and fails as told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on: list[threading.Thread] = []
+        self.error: Exception | None = None
+        self.before: Callable[[], object] = bool
+
+    def touch(self, ticks: Any) -> None:
+        self.on.append(threading.current_thread())
+        self.before()
+        if self.error is not None:
+            raise self.error
+        super().touch(ticks)
+
+
+def test_flush_writes_on_no_callers_thread() -> None:
+    store = OwnThread()
+    cache, transfer, _ = with_disk(store)
+    fill(cache, prompt(9))
+    transfer.finish_all()
+    fill(cache, prompt(9))
+    assert cache.flush().result(timeout=10) is None
+    assert len(store.on) == 1
+    assert store.on.pop() is not threading.current_thread()
+    fill(cache, prompt(9))
+    flushed = cache.flush()
+    cache.close()  # waits for it
+    assert flushed.done()
+    assert len(store.on) >= 1
+
+
+@pytest.mark.parametrize("error", [ValueError("odd store"), OSError(5, "odd store")])
+def test_flush_resolves_whatever_the_store_raises(error: Exception) -> None:
+    store = OwnThread()
+    cache, transfer, _ = with_disk(store)
+    fill(cache, prompt(9))
+    transfer.finish_all()
+    fill(cache, prompt(9))
+    store.error = error
+    with pytest.raises(StoreError, match="odd store"):
+        cache.flush().result(timeout=10)
+    fill(cache, prompt(9))
+    cache.close()  # recency may be lost
+
+
+def test_a_callback_of_flush_may_close_the_cache() -> None:
+    store = OwnThread()
+    cache, transfer, _ = with_disk(store)
+    fill(cache, prompt(9))
+    transfer.finish_all()
+    fill(cache, prompt(9))
+    closed = threading.Event()
+
+    def close(_: object) -> None:
+        cache.close()
+        closed.set()
+
+    store.before = lambda: hooked.wait(10)
+    hooked = threading.Event()
+    cache.flush().add_done_callback(close)
+    hooked.set()
+    assert closed.wait(10)
+    assert cache.closed
 
 
 def test_evict_says_how_many(cache: kvtier.Cache, transfer: ManualTransfer) -> None:
