@@ -33,9 +33,9 @@ class Transfer(Protocol):
 
         ``packed()`` is called once, before ``done``, when the sources of a PACK may be reused.
         ``done(n, error)`` is called exactly once, with the number of leading parts that were
-        delivered.  Of a RESTORE that ends early, the error says whose fault it was: None (it is
-        missing or was not verified) or an OSError, such as StoreError, that of the first source
-        that was not delivered; any other error, the device's or the target's.  COPY and CLEAR take
+        delivered.  A RESTORE that ends early without an error found the first source that it did
+        not deliver missing or not verified: that copy is not offered again.  An error (of the
+        medium, the device, a lack of memory) is no verdict on any source.  COPY and CLEAR take
         effect in the order of ``start`` calls, before anything the caller queues on its compute
         stream afterwards and before any later operation touches their frames: these may already
         belong to somebody else when ``done`` comes.  Callbacks may come from any thread and from
