@@ -5,8 +5,8 @@ Owns every call into ``CacheCore`` and ``Transfer.start``.  Three rules hold it 
 1. The core is entered under ``_lock`` only, which is never held over I/O, a device wait or a
    future's callbacks.
 2. Ops are started in the order in which the core returned them, by the thread that made the core
-   return them, before its call returns.  So ``_turn``, under which they are started, is taken
-   before ``_lock`` is let go; the lock is free again while they are started.
+   return them, before its call returns.  So it queues for its turn before ``_lock`` is let go;
+   the lock is free while it waits, and while its ops are started.
 3. Completions, and the finalizers of forgotten leases, only append to ``_inbox``: they come from
    any thread, from within ``Transfer.start`` and out of the garbage collector in the middle of
    anything.  Whoever enters the core next empties it.
@@ -82,6 +82,7 @@ class Pump:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._turn = threading.Lock()
+        """Free once every op planned so far has been started; each turn is a lock of its own."""
         self._starter = 0
         """The thread that is starting ops; 0: none."""
         self._inbox: deque[Callable[[], None]] = deque()
@@ -255,12 +256,14 @@ class Pump:
         if self._core.settled and self._broken is None:
             self._settle()
         planned, self._planned = self._planned, []
+        before, after = self._turn, threading.Lock()
         if planned:
-            self._turn.acquire()
+            after.acquire()
+            self._turn = after
         self._lock.release()
         try:
             if planned:
-                self._start(planned)
+                self._start(planned, before, after)
             self._tell()
         finally:
             if self._inbox:
@@ -381,10 +384,11 @@ class Pump:
 
     # -- with the turn
 
-    def _start(self, ops: list[Op]) -> None:
+    def _start(self, ops: list[Op], before: threading.Lock, after: threading.Lock) -> None:
         last: BaseException | None = None
-        self._starter = threading.get_ident()
         try:
+            before.acquire()
+            self._starter = threading.get_ident()
             for op in ops:
                 packed, done = partial(self._on_packed, op.id), partial(self._on_done, op.id)
                 if self._sealed:
@@ -398,8 +402,9 @@ class Pump:
                     if not isinstance(error, Exception):
                         last = error
         finally:
-            self._starter = 0
-            self._turn.release()
+            if self._starter == threading.get_ident():
+                self._starter = 0
+            after.release()
         if last is not None:
             raise last
 

@@ -18,6 +18,7 @@ from kvtier.core.machine import CacheCore
 from kvtier.errors import InvariantError
 from kvtier.seams import Transfer
 from kvtier.testing import ManualTransfer
+from kvtier.tokens import pack
 from kvtier.types import Tier
 from tests.shell.kit import LAYOUT, config, feed, fill, make, prompt
 
@@ -88,6 +89,33 @@ def test_the_lock_is_free_while_an_op_is_started() -> None:
     with cache_over(Looks()) as cache:
         fill(cache, prompt(9))
     assert looked == [8]
+
+
+def test_the_lock_is_free_while_a_second_thread_waits_for_its_turn() -> None:
+    gate, starting = threading.Event(), threading.Semaphore(0)
+
+    class Slow(ManualTransfer):
+        def start(self, op: kvtier.Op, *, packed: Callable[[], None], done: Done) -> None:
+            starting.release()
+            assert gate.wait(10)
+            super().start(op, packed=packed, done=done)
+
+    with cache_over(Slow()) as cache, ThreadPoolExecutor(3) as pool:
+        work = [pool.submit(fill, cache, prompt(9, seed)) for seed in (0, 1)]
+        assert starting.acquire(timeout=10)
+        while (
+            cache._pump._core.match(pack(prompt(9, 0))).tokens
+            + cache._pump._core.match(pack(prompt(9, 1))).tokens
+            < 16
+        ):
+            time.sleep(0.001)  # until both have committed
+        looked = pool.submit(cache.stats)
+        try:
+            assert looked.result(timeout=5).packing
+        finally:
+            gate.set()
+        for each in work:
+            each.result(timeout=10)
 
 
 def test_callbacks_of_futures_may_use_the_cache() -> None:
