@@ -412,7 +412,8 @@ class Cache:
         """What happened since the last call: ("stored" | "removed", page key, tier), in order.
 
         Recording starts with the first call, which yields nothing; ``pages`` is the state to start
-        from.  Never blocks.  At most 65,536 events are kept: if some were lost, the first item is
+        from.  Neither lists pages that were on disk when the cache was opened until they are used.
+        Never blocks.  At most 65,536 events are kept: if some were lost, the first item is
         ("dropped", b"", Tier.GPU), and a reader has to start from ``pages`` again.
         """
         with self._pump as core:

@@ -41,7 +41,16 @@ class Lease:
     changes hands under a running forward pass.
     """
 
-    __slots__ = ("__weakref__", "_in_step", "_layout", "_pump", "_ready", "_record", "_released")
+    __slots__ = (
+        "__weakref__",
+        "_by_hand",
+        "_in_step",
+        "_layout",
+        "_pump",
+        "_ready",
+        "_record",
+        "_released",
+    )
 
     def __init__(
         self, pump: Pump, layout: Layout, record: LeaseRecord, ready: "Future[int]"
@@ -52,6 +61,8 @@ class Lease:
         self._ready = ready
         self._released = False
         self._in_step = False
+        self._by_hand = False
+        """Pages were reserved by hand and may be written at any time, with no step around it."""
 
     def __repr__(self) -> str:
         return f"<Lease {self._record.id} {self.label!r} {self.state.value}>"
@@ -92,10 +103,13 @@ class Lease:
             self._released = True
         if self._released:
             return
-        with self._pump:
-            self._released = True
-            if not self._in_step:
-                self._pump.release(self._record)
+        try:
+            self._fence()
+        finally:
+            with self._pump:
+                self._released = True
+                if not self._in_step:
+                    self._pump.release(self._record)
 
     # -- where it stands
 
@@ -130,8 +144,9 @@ class Lease:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit without another ``reserve``, those committed included."""
-        return self._restored_record().capacity
+        """Tokens that fit without another ``reserve``, those committed included; 0 while paused."""
+        record = self._restored_record()
+        return 0 if record.state is LeaseState.PAUSED else record.capacity
 
     @property
     def restored(self) -> Mapping[Tier, int]:
@@ -168,6 +183,7 @@ class Lease:
         the host is dropped: ``resume`` then stands on a shorter prefix.
         """
         future = running_future()
+        self._fence()
         with self._pump as core:
             record = self._writable("pause")
             self._pump.plan(core.pause(record))
@@ -203,6 +219,7 @@ class Lease:
             record = self._writable("reserve")
             _, ops = core.reserve([record], [n])
             core.abandon([record])
+            self._by_hand = True
             self._pump.plan(ops)
 
     def commit(self, tokens: Tokens) -> None:
@@ -230,6 +247,7 @@ class Lease:
         (Drafts need no truncate: rejected ones were never committed.)
         """
         check_count("n", n)
+        self._fence()
         with self._pump as core:
             record = self._writable("truncate")
             stands, ops = core.truncate(record, n)
@@ -285,6 +303,11 @@ class Lease:
     def _table(self, core: CacheCore) -> IntArray:
         record = self._active_record()
         return core.block_tables[record.row, : -(-record.capacity // self._layout.page_tokens)]
+
+    def _fence(self) -> None:
+        """What was queued by hand on reserved pages still runs, and they may change hands."""
+        if self._by_hand:
+            self._pump.transfer.fence(None)
 
     def _check_released(self) -> None:
         if self._released or self._record.state is LeaseState.RELEASED:

@@ -476,3 +476,47 @@ def test_truncating_with_tails_restores_a_checkpoint() -> None:
             assert lease.truncate(3) == 0
             transfer.finish_all()
             assert lease.ready.result(timeout=0) == 0
+
+
+@pytest.mark.parametrize("end", ["release", "pause", "truncate"])
+def test_pages_written_by_hand_change_hands_behind_a_fence(
+    cache: kvtier.Cache, transfer: ManualTransfer, end: str
+) -> None:
+    with cache.lease(prompt(9)) as lease:
+        lease.reserve(9)
+        assert transfer.fences == 0
+        getattr(lease, end)(*([0] if end == "truncate" else []))
+        assert transfer.fences == 1
+        transfer.finish_all()
+
+
+def test_pages_written_by_steps_need_no_other_fence(
+    cache: kvtier.Cache, transfer: ManualTransfer
+) -> None:
+    with cache.lease(prompt(9)) as lease:
+        feed(cache, lease, prompt(9))
+    assert transfer.fences == 1
+
+
+def test_a_lost_device_keeps_no_lease(
+    cache: kvtier.Cache, transfer: ManualTransfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fence(_: object) -> None:
+        raise RuntimeError("device lost")
+
+    lease = cache.lease(prompt(9))
+    lease.reserve(9)
+    monkeypatch.setattr(transfer, "fence", fence)
+    with pytest.raises(RuntimeError, match="device lost"):
+        lease.release()
+    assert cache.leases() == []
+
+
+def test_a_paused_lease_has_no_capacity(cache: kvtier.Cache, transfer: ManualTransfer) -> None:
+    with cache.lease(prompt(9)) as lease:
+        feed(cache, lease, prompt(9))
+        assert lease.capacity >= 9
+        lease.pause()
+        transfer.finish_all()
+        assert lease.state is kvtier.LeaseState.PAUSED
+        assert lease.capacity == 0
