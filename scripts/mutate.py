@@ -577,7 +577,7 @@ def caught(clean: Path, bug: Bug | None) -> tuple[bool, float, str]:
 
 def run_tests(copy: Path, stage: list[str]) -> tuple[bool, str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
-    command += ["--timeout=90", "--hypothesis-profile=mutate", *stage]
+    command += ["--timeout=120", "--hypothesis-profile=mutate", *stage]
     try:
         done = subprocess.run(
             command,

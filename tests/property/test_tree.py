@@ -3,7 +3,7 @@ pages come and go in.
 
 Pages are short words over a small alphabet, so that sequences share prefixes, leave runs in the
 middle and come back after eviction; two pages may differ in their first token, their last, or
-only in the span that touches them.
+only in the span that touches them.  Half of the profile's examples are run.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvtier.core import tree as tree_module
 from kvtier.core.tree import Node, RadixTree
@@ -170,7 +177,12 @@ class TreeMachine(RuleBasedStateMachine):
                 self.check_walk(who, path, b"")
 
 
-TestTree = TreeMachine.TestCase
+@pytest.mark.timeout(600)
+def test_tree_machine() -> None:
+    profile = settings.default
+    assert profile is not None
+    half = settings(profile, max_examples=max(25, profile.max_examples // 2))
+    run_state_machine_as_test(TreeMachine, settings=half)
 
 
 @pytest.mark.parametrize("page", [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
