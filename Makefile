@@ -13,12 +13,12 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make demo         a conversation served from device, host and disk (ARGS='--arch v2')"
-	@echo "make test         the whole suite (ARGS='-k NAME' for a part of it)"
+	@echo "make test         the suite (ARGS='-k NAME' for a part of it)"
 	@echo "make lint         ruff, mypy --strict, who may import whom"
 	@echo "make format       ruff format and the safe fixes"
 	@echo "make bench        benchmarks (ARGS='core store --quick')"
 	@echo "make test-compat  adapter tests on the oldest and the newest transformers"
-	@echo "make soak         the stateful tests for long (ARGS selects)"
+	@echo "make soak         the stateful tests for long, then the slow tests (ARGS selects)"
 	@echo "make mutate       inject bugs into the core and see that the tests notice"
 
 # Rebuilt only when what is to be installed changes.  torch comes first, by itself and pinned, so
@@ -36,7 +36,7 @@ demo: $(STAMP)
 	$(BIN)/kvtier demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -57,6 +57,7 @@ test-compat:
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest --long --timeout=0 $(if $(ARGS),$(ARGS),tests/property tests/shell)
+	$(BIN)/python -m pytest -m slow --timeout=0
 
 mutate: $(STAMP)
 	$(BIN)/python scripts/mutate.py $(ARGS)
