@@ -98,8 +98,8 @@ def _nodes(core: "CacheCore", nodes: list[Node], pins: Counter[Node], errors: li
         if core.residency.best(n) is None:
             errors.append(f"I9: node {n.depth} has no READY copy")
         kept = n.copies[GPU] or n.copies[CPU] or n.offspring() or n.pins or n.keeps
-        disk = n.copies[DISK]
-        busy = disk is not None and (disk.readers or disk.writer or n.expires < NEVER)
+        on_disk = [c for c in n.copies[DISK::CHECKPOINT] if c is not None]
+        busy = on_disk and (n.expires < NEVER or any(c.readers or c.writer for c in on_disk))
         if not kept and not busy:
             errors.append(f"I7: node {n.depth} is kept for nothing")
         for tier in (GPU, CPU, DISK):

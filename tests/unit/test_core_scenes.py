@@ -10,7 +10,7 @@ from kvtier.core.copies import GPU
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import chain_root, page_key
 from kvtier.core.leases import LeaseRecord
-from kvtier.core.ops import OpKind
+from kvtier.core.ops import Kind, OpKind
 from kvtier.errors import LeaseError, LeaseNotReady, LeaseReleased, OutOfPages
 from kvtier.types import Identity, LeaseState, Span, Tier
 from tests.property.server import FakeServer, packed, server
@@ -928,3 +928,23 @@ def test_a_disk_opened_smaller_is_cut_to_size() -> None:
     small.drain()
     small.sound()
     assert len(small.disk.records) == 3
+
+
+def test_a_page_stays_known_while_its_checkpoint_is_read_from_disk() -> None:
+    """I7: everything else of it may leave meanwhile."""
+    made = tails(gpu=8, cpu=8, disk=8, gpu_checkpoints=1)
+    for prompt in ([1, 2], [5, 6]):  # the second takes the only device checkpoint
+        made.serve(prompt)
+        made.drain()
+    made.run(made.core.evict(Tier.CPU, 1)[1])
+    rec = lease(made, [1, 2, 3])
+    (op,) = made.plane.live.values()
+    assert [(p.kind, p.source) for p in op.parts] == [(Kind.CHECKPOINT, Tier.DISK)]
+    made.run(made.core.release(rec))
+    for tier in (Tier.GPU, Tier.CPU):
+        made.run(made.core.evict(tier, 9)[1])
+        made.sound()
+    assert made.core.residency.tree.num_nodes == 1
+    made.drain()
+    assert made.core.residency.tree.num_nodes == 0
+    made.sound()
