@@ -117,8 +117,9 @@ class LmdbStore:
     def put_group(self, records: Sequence[Record]) -> None:
         """Publish records, parents first: all or none, durable when it returns.
 
-        A key already stored counts as done; a quarantined one is written anew.  Raises StoreError
-        and changes nothing when a parent is missing, the capacity is used up, or the medium fails.
+        A key already stored with this checksum counts as done; one that is quarantined or has
+        another checksum is replaced, and what hangs on it stays.  Raises StoreError and changes nothing when a parent is
+        missing, the capacity is used up, or the medium fails.
         """
         with self._operation(), self._writes("put_group"):
             fresh = self._fresh(records)
@@ -314,14 +315,15 @@ class LmdbStore:
                 raise StoreError(error.errno, f"{what} failed: {error}") from error
 
     def _fresh(self, records: Sequence[Record]) -> list[Record]:
-        """Those not stored yet; checks their form and that no parent is missing."""
+        """Those not stored yet, or with other bytes; checks their form and that no parent is
+        missing."""
         fresh: list[Record] = []
         known: set[bytes] = set()
         found = self._index.find([record.key for record in records])
         for record, at in zip(records, found, strict=True):
             if record.key in known:
                 continue
-            if not self._is_good(at):
+            if at is None or at[0].checksum != record.checksum or not self._is_good(at):
                 self._writer.check(record)
                 if not (
                     _is_root(record)
@@ -359,7 +361,7 @@ class LmdbStore:
         return slots
 
     def _publish(self, records: Sequence[Record], slots: list[int]) -> list[int]:
-        """Write, sync, publish.  Returns the slots of quarantined records that were replaced."""
+        """Write, sync, publish.  Returns the slots of records that were replaced."""
         counters = self._index.counters
         seq, tick = counters.seq + 1, counters.tick + 1
         rows = self._writer.write(records, slots, seq=seq, tick=tick)

@@ -200,14 +200,18 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def put(self, data: st.DataObject) -> None:
-        self.try_put(self.pick_group(data))
+        """Some groups bring other bytes for what is there; those replace it."""
+        self.try_put(self.pick_group(data), replace=data.draw(st.booleans()))
 
-    def try_put(self, names: list[Name]) -> None:
+    def try_put(self, names: list[Name], *, replace: bool = False) -> None:
         self.next_life += 1
-        fresh = [n for n in names if n not in self.lives or n in self.quarantined]
+        fresh = [n for n in names if replace or n not in self.lives or n in self.quarantined]
         for name in fresh:
             self.ever.setdefault(name, set()).add(self.next_life)
-        records = [self.make(name, self.next_life) for name in names]
+        records = [
+            self.make(name, self.next_life if name in fresh else self.lives[name])
+            for name in names
+        ]
         try:
             self.store.put_group(records)
         except StoreError as error:

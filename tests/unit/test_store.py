@@ -150,10 +150,24 @@ def test_a_key_already_there_counts_as_done(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         store.put_group(chain(1, 2))
         before = store.counters().frames
-        store.put_group([record((1,), life=1), *chain(1, 3, start=2)])
-        assert fetch(store, chain(1, 3)) == [True] * 3  # the first life stayed
+        store.put_group(chain(1, 3))
+        assert fetch(store, chain(1, 3)) == [True] * 3
         assert store.counters().frames == before + 1
         store.put_group([*chain(2, 1), *chain(2, 1)])  # twice in one group
+        store.check()
+
+
+def test_other_bytes_replace_those_of_the_same_key(tmp_path: Path) -> None:
+    """After a deletion that failed, what is computed anew is served, never what was there."""
+    with open_store(tmp_path) as store:
+        store.put_group(chain(1, 3))
+        anew = [record((1,), life=1), *chain(1, 3, start=2)]
+        store.put_group([*anew, *chain(1, 4, start=4)])
+        assert fetch(store, [*anew, *chain(1, 4, start=4)]) == [True] * 4  # with the right bytes
+        assert store.counters().frames == 4
+        store.check()
+    with open_store(tmp_path) as store:
+        assert fetch(store, anew) == [True] * 3
         store.check()
 
 
