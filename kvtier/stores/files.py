@@ -15,7 +15,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BLOCK", "FileIO", "FileLock", "aligned", "is_aligned", "read_file", "write_file"]
+__all__ = [
+    "BLOCK",
+    "FileIO",
+    "FileLock",
+    "aligned",
+    "is_aligned",
+    "read_file",
+    "rest_of",
+    "write_all",
+    "write_file",
+]
 
 BLOCK = 4096
 """Direct I/O is done in multiples of this, in memory as on disk."""
@@ -99,12 +109,31 @@ def write_file(io: FileIO, path: str, data: bytes) -> None:
     draft = path + ".new"
     fd = io.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        io.pwritev(fd, [memoryview(data)], 0)
+        write_all(io, fd, [memoryview(data)], 0)
         io.sync(fd)
     finally:
         os.close(fd)
     io.replace(draft, path)
     io.sync_directory(os.path.dirname(path))
+
+
+def write_all(io: FileIO, fd: int, buffers: list[memoryview], offset: int) -> None:
+    """Write every byte, in as many calls as that takes.  Raises OSError when none gets anywhere."""
+    while buffers:
+        wrote = io.pwritev(fd, buffers, offset)
+        if wrote <= 0:
+            raise OSError(errno.EIO, "nothing was written")
+        offset += wrote
+        buffers = rest_of(buffers, wrote)
+
+
+def rest_of(buffers: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of the buffers after their first ``done`` bytes."""
+    for i, buffer in enumerate(buffers):
+        if done < buffer.nbytes:
+            return [buffer[done:], *buffers[i + 1 :]]
+        done -= buffer.nbytes
+    return []
 
 
 class FileLock:

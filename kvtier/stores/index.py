@@ -9,7 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -127,15 +127,23 @@ class Index:
 
     def _admit(self, store: bytes) -> None:
         with self._env.begin() as txn:
-            about = json.loads(txn.get(b"store", default=b"{}", db=self._meta))
-        if about.get("format", FORMAT) > FORMAT:
-            raise newer(self.path, about["format"])
+            about = self._object(txn.get(b"store", default=b"{}", db=self._meta))
+        version = about.get("format", FORMAT)
+        if not isinstance(version, int):
+            raise StoreError(f"{self.path} is damaged: format {version!r}")
+        if version > FORMAT:
+            raise newer(self.path, version)
         if about.get("store") != store.hex():
             raise StoreError(f"{self.path} belongs to another store; move it away")
 
     def reload(self) -> None:
-        """Read the counters again, after a change of which nobody knows whether it took effect."""
+        """Read the counters again: another process may have changed them."""
         with _typed("looking up"):
+            self.counters = self._read_counters()
+
+    def _recount(self) -> None:
+        """After a commit of which nobody knows whether it took effect."""
+        with suppress(StoreError, lmdb.Error):
             self.counters = self._read_counters()
 
     def _read_counters(self) -> Counters:
@@ -143,7 +151,20 @@ class Index:
             data = txn.get(b"counters", db=self._meta)
         if data is None:
             raise StoreError(f"{self.path} has no counters")
-        return Counters(**json.loads(data))
+        try:
+            return Counters(**self._object(data))
+        except TypeError as error:
+            raise StoreError(f"{self.path} is damaged: its counters are {data!r}") from error
+
+    def _object(self, data: bytes) -> dict[str, Any]:
+        """A JSON object of the index; it may be damaged under a process that writes it."""
+        try:
+            found = json.loads(data)
+        except ValueError as error:
+            raise StoreError(f"{self.path} is damaged: {data[:80]!r} is no JSON") from error
+        if not isinstance(found, dict):
+            raise StoreError(f"{self.path} is damaged: {data[:80]!r} is no JSON object")
+        return found
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -182,7 +203,11 @@ class Index:
 
     @contextmanager
     def update(self, doing: str) -> Iterator["Update"]:
-        """One transaction: durable and visible when the block ends, absent if it raises."""
+        """One transaction: durable and visible when the block ends, absent if the block raises.
+
+        An error of the commit itself leaves open whether it took effect; the counters are those
+        of what is there.
+        """
         counters = copy(self.counters)
         with _typed(doing):
             txn = self._env.begin(write=True)
@@ -200,6 +225,8 @@ class Index:
                     error, StoreError
                 )
                 txn.abort()
+                if self.failed:
+                    self._recount()
                 raise
         self.counters = counters
         self._io.point("index:committed")

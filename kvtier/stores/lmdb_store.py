@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Literal, final
@@ -118,8 +118,8 @@ class LmdbStore:
         """Publish records, parents first: all or none, durable when it returns.
 
         A key already stored with this checksum counts as done; one that is quarantined or has
-        another checksum is replaced, and what hangs on it stays.  Raises StoreError and changes nothing when a parent is
-        missing, the capacity is used up, or the medium fails.
+        another checksum is replaced, and what hangs on it stays.  Raises StoreError and changes
+        nothing when a parent is missing, the capacity is used up, or the medium fails.
         """
         with self._operation(), self._writes("put_group"):
             fresh = self._fresh(records)
@@ -138,7 +138,8 @@ class LmdbStore:
         """Fill the views of each read; True where the record was there, whole and the right one.
 
         Views are written to even where the answer is False.  Thread-safe.  Raises StoreError when
-        the index itself fails.
+        the index itself fails, or a read for want of memory or descriptors: no record is judged
+        then.
         """
         with self._operation():
             wanted: list[tuple[Read, Found]] = []
@@ -174,12 +175,14 @@ class LmdbStore:
                     )
             if not found:
                 return
-            with self._index.update("deleting") as change:
-                for row, _ in sorted(found.values(), key=lambda at: at[0].order):
-                    change.remove(row)
-            for row, slots in found.values():
-                self._slots.give(slots)
-                self._bad.discard((row.key, row.seq))
+            try:
+                with self._index.update("deleting") as change:
+                    for row, _ in sorted(found.values(), key=lambda at: at[0].order):
+                        change.remove(row)
+            except StoreError:
+                self._free_gone(found)
+                raise
+            self._free(found.values())
             self._io.point("delete:done")
 
     def touch(self, ticks: Sequence[tuple[bytes, int]]) -> None:
@@ -382,12 +385,25 @@ class LmdbStore:
             change.add(fresh)
         return retired
 
+    def _free(self, deleted: Iterable[Found]) -> None:
+        for row, slots in deleted:
+            self._slots.give(slots)
+            self._bad.discard((row.key, row.seq))
+
+    def _free_gone(self, found: Mapping[bytes, Found]) -> None:
+        """After a deletion that raised: free what went all the same; if nobody can tell, the slots
+        stay taken until the next open."""
+        try:
+            now = self._index.find(list(found))
+        except StoreError:
+            return
+        self._free(was for was, left in zip(found.values(), now, strict=True) if left is None)
+
     def _after_failure(self, key: bytes, slots: list[int]) -> None:
         """The slots of a publish that failed are free again, unless it took effect all the same;
         if nobody can tell, they stay taken until the next open."""
         try:
             found = self._index.find([key])[0]
-            self._index.reload()
         except StoreError:
             return
         if found is None or found[1][-1] != slots[-1]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import StoreError
-from kvtier.stores.files import BLOCK, FileIO, aligned, is_aligned
+from kvtier.stores.files import BLOCK, FileIO, aligned, is_aligned, rest_of, write_all
 from kvtier.stores.record import slot_bytes
 
 __all__ = ["BATCH", "Slabs", "SlotIO", "SlotMap"]
@@ -33,6 +33,11 @@ WRITERS = 4
 PART_BYTES = 1 << 20
 GROW_BYTES = 64 << 20
 """Files grow by at least this (or by what is left), so that growing is rare."""
+_LOST = frozenset(
+    (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ, errno.ENOENT)
+)
+"""Errors of a read that say something of the medium, or of a file that is gone; any other (no
+memory, no descriptors) passes and says nothing of what is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +260,7 @@ class Slabs:
         for item in run:
             buffers += (item.header, item.payload)
         buffers[-1] = self._for_writing(buffers[-1], direct)  # the others are aligned
-        _write_all(self._io, fd, buffers, offset)
+        write_all(self._io, fd, buffers, offset)
         self._io.point("slab:written")
 
     def sync(self) -> None:
@@ -266,7 +271,10 @@ class Slabs:
             self._dirty.discard(number)
 
     def read(self, items: Sequence[SlotIO]) -> list[bool]:
-        """Fill headers and payloads; False for those that could not be read whole."""
+        """Fill headers and payloads; False for those that could not be read whole.
+
+        Raises StoreError for an error that says nothing of the medium: no slot is judged then.
+        """
         done: list[bool] = []
         for run in self._runs(items, BATCH):
             ok = self._read_run(run)
@@ -291,6 +299,8 @@ class Slabs:
                 return False
             last[:] = bounce[: last.nbytes]
         except OSError as error:
+            if error.errno not in _LOST:
+                raise StoreError(error.errno, f"slots cannot be read now: {error}") from error
             log.warning("kvtier disk: slot %d cannot be read: %s", run[0].slot, error)
             return False
         return True
@@ -334,29 +344,11 @@ class Slabs:
         return held[:size]
 
 
-def _write_all(io: FileIO, fd: int, buffers: list[memoryview], offset: int) -> None:
-    while buffers:
-        wrote = io.pwritev(fd, buffers, offset)
-        if wrote <= 0:
-            raise OSError(errno.EIO, "nothing was written")
-        offset += wrote
-        buffers = _rest(buffers, wrote)
-
-
 def _read_all(io: FileIO, fd: int, buffers: list[memoryview], offset: int) -> bool:
     while buffers:
         got = io.preadv(fd, buffers, offset)
         if got <= 0:
             return False
         offset += got
-        buffers = _rest(buffers, got)
+        buffers = rest_of(buffers, got)
     return True
-
-
-def _rest(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of the buffers after their first ``done`` bytes."""
-    for i, buffer in enumerate(buffers):
-        if done < buffer.nbytes:
-            return [buffer[done:], *buffers[i + 1 :]]
-        done -= buffer.nbytes
-    return []

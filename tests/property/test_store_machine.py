@@ -209,8 +209,7 @@ class StoreMachine(RuleBasedStateMachine):
         for name in fresh:
             self.ever.setdefault(name, set()).add(self.next_life)
         records = [
-            self.make(name, self.next_life if name in fresh else self.lives[name])
-            for name in names
+            self.make(name, self.next_life if name in fresh else self.lives[name]) for name in names
         ]
         try:
             self.store.put_group(records)

@@ -254,14 +254,16 @@ def test_a_failed_publish_leaves_nothing(tmp_path: Path, call: str, error: Excep
         assert all(fetch(store, chain(2, 3)))
 
 
+class Late(FaultyIO):
+    """A commit that raises does so after it took effect."""
+
+    def commit(self, txn: object) -> None:
+        super(FaultyIO, self).commit(txn)
+        self._due("commit")
+
+
 def test_a_commit_that_failed_and_took_effect_all_the_same(tmp_path: Path) -> None:
     """The slots must not be given to another record."""
-
-    class Late(FaultyIO):
-        def commit(self, txn: object) -> None:
-            super(FaultyIO, self).commit(txn)
-            self._due("commit")
-
     io = Late()
     with open_store(tmp_path, io=io) as store:
         io.fail("commit", OSError(errno.EIO, "late"))
@@ -271,6 +273,48 @@ def test_a_commit_that_failed_and_took_effect_all_the_same(tmp_path: Path) -> No
         store.put_group(chain(2, 2))
         assert fetch(store, [*chain(1, 2), *chain(2, 2)]) == [True] * 4
         store.check()
+
+
+@pytest.mark.parametrize("change", ["delete", "touch", "quarantine"])
+def test_counters_after_a_change_that_failed_and_took_effect(tmp_path: Path, change: str) -> None:
+    io = Late()
+    with open_store(tmp_path, io=io) as store:
+        store.put_group([*chain(1, 2), *chain(2, 2)])
+        if change == "quarantine":
+            io.fail("preadv", OSError(errno.EIO, "bad block"), times=3)
+        io.fail("commit", OSError(errno.EIO, "late"))
+        if change == "delete":
+            with pytest.raises(StoreError):
+                store.delete([key_of((1, 1)), key_of((1,))])
+            assert store.counters().records == 2
+        elif change == "touch":
+            with pytest.raises(StoreError):
+                store.touch([(key_of((1,)), 7)])
+        else:
+            assert fetch(store, chain(1, 1)) == [False]
+            assert store.counters().quarantined == 1
+        store.check()
+        store.put_group(chain(3, store.capacity - store.counters().frames))  # all that is free
+        store.check()
+    with open_store(tmp_path, io=io) as store:
+        store.check()
+    assert not (store_dir(tmp_path) / "index.bad").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE, errno.EINTR, errno.EAGAIN])
+@pytest.mark.parametrize("call", ["preadv", "open"])
+def test_an_error_that_passes_judges_no_record(tmp_path: Path, call: str, number: int) -> None:
+    io = FaultyIO()
+    with open_store(tmp_path) as store:
+        store.put_group(chain(1, 3))
+    with open_store(tmp_path, io=io) as store:
+        store._slabs.close()  # they are opened again by the read
+        io.fail(call, OSError(number, "not now"), times=2 if call == "preadv" else 1)  # it probes
+        with pytest.raises(StoreError) as caught:
+            fetch(store, chain(1, 3))
+        assert caught.value.errno == number
+        assert store.counters().quarantined == 0
+        assert fetch(store, chain(1, 3)) == [True] * 3
 
 
 def test_nobody_vouches_for_an_index_that_failed(tmp_path: Path) -> None:
