@@ -19,7 +19,7 @@ settings.register_profile(
 # For scripts/mutate.py: the first failure is enough.
 settings.register_profile(
     "mutate",
-    max_examples=300,
+    max_examples=200,
     stateful_step_count=50,
     derandomize=True,
     database=None,

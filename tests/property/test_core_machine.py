@@ -7,8 +7,9 @@ can check from outside is checked: rows (I8), the numbered invariants, accountin
 principles, counters, events, who published what.  One example in eight is recorded and replayed
 into a second core, which must come to the same digest (A10).
 
-Twice the profile's examples are run, in four parts: with the ci profile 400 of 50 steps (the four
-together about 40 s on a quiet core), with the dev profile 100 of 30, with ``--long`` 40,000 of 60.
+Three times the profile's examples are run, in four parts: with the ci profile 600 of 50 steps (the
+four together about 40 s on a quiet core), with the dev profile 150 of 30, with ``--long`` 60,000 of
+60.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from kvtier.types import Identity, LeaseState, Span, Tier
 from tests.property.plane import tokens_of
 from tests.property.server import REACHED, FakeServer, Known, packed
 
-EXAMPLES = 2
+EXAMPLES = 3
 """Times those of the profile."""
 IDENTITIES = (Identity(), Identity(tenant="b"), Identity(adapter="b"))
 TOKENS = st.lists(st.integers(0, 1), max_size=9)

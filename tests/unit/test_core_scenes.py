@@ -948,3 +948,15 @@ def test_a_page_stays_known_while_its_checkpoint_is_read_from_disk() -> None:
     made.drain()
     assert made.core.residency.tree.num_nodes == 0
     made.sound()
+
+
+def test_other_weights_find_nothing_on_the_same_disk() -> None:
+    """A8: the chain starts from layout and model; nothing of another one's can match."""
+    made = plain(cpu=8, disk=8)
+    made.serve([1, 2, 3, 4])
+    made.drain()
+    other = server(made.geometry, disk=made.disk, eviction="lru", chain=b"d" * 16)
+    assert other.core.match(packed([1, 2, 3, 4, 5])).history_tokens == 0
+    assert lease(other, [1, 2, 3, 4, 5]).length == 0
+    again = server(made.geometry, disk=made.disk, eviction="lru")
+    assert again.core.match(packed([1, 2, 3, 4, 5])).disk_tokens == 4
