@@ -190,7 +190,8 @@ class Index:
 
     def used_bytes(self) -> int:
         """Length of the part of the file that holds data; the rest is reserve."""
-        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
+        with _typed("measuring"):
+            return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def stale(self) -> bool:
         """Whether another file lies at the path by now."""

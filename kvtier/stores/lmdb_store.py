@@ -12,6 +12,7 @@ whole group -> [quarantined, when a read finds it bad] -> absent, by ``delete``.
 import logging
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,7 +91,7 @@ class LmdbStore:
         self._codec = Codec(codec)
         self._turn = threading.Condition()
         self._active = 0
-        self._closed = False
+        self._closed = True  # until everything is open
         self._changing = threading.Lock()
         self._bad: set[tuple[bytes, int]] = set()
         """(key, seq) found bad and not recorded: by a reader, or when even that failed."""
@@ -109,6 +110,7 @@ class LmdbStore:
         self.capacity = opened.capacity
         self._reader = PayloadReader(self._slabs, self._id, frame_bytes, self._codec)
         self._writer = PayloadWriter(self._slabs, self._id, frame_bytes, self._codec)
+        self._closed = False
         _watch_forks()
         _OPEN.add(self)
 
@@ -215,16 +217,17 @@ class LmdbStore:
                 return
             self._closed = True
             self._turn.wait_for(lambda: self._active == 0)
-        counters, used = self._index.counters, self._index.used_bytes()
-        if self._lock is not None and not self._index.failed:
-            try:
+        try:
+            if self._lock is not None and not self._index.failed:
+                counters, used = self._index.counters, self._index.used_bytes()
                 self._slabs.cut(self._slots.highest() + 1)
                 self._release()
                 mark = Mark(used, "", counters.records, counters.checkpoints, counters.bytes)
                 write_mark(self._io, self._names, mark)
-            except OSError as error:
-                log.warning("kvtier disk: %s will be inspected when opened: %s", self, error)
-        self._let_go()
+        except OSError as error:
+            log.warning("kvtier disk: %s will be inspected when opened: %s", self, error)
+        finally:
+            self._let_go()
 
     def _release(self) -> None:
         """Close the files."""
@@ -276,6 +279,13 @@ class LmdbStore:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        """A store dropped without ``close`` gives its lock back all the same; its index will be
+        inspected when opened."""
+        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            self._abandon()
+            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
         mode = "write" if self._write else "read"
@@ -449,7 +459,8 @@ class LmdbStore:
 
     def _follow(self) -> None:
         """The writer replaced the index: open the new one, unless it is just being made.  Until
-        then the old one answers, whose records fail their checks once their slots are reused."""
+        then the old one answers, whose records fail their checks once their slots are reused.
+        Where the new one cannot be opened this raises, and the next call tries again."""
         if self._closed or not self._index.stale():
             return
         try:
@@ -458,10 +469,9 @@ class LmdbStore:
             return
         try:
             if gate.take(shared=True):
-                self._index.close()
-                self._closed = True
-                self._index = opening.reopen_index(self._io, self._about, type(self).inspect)
-                self._closed = False
+                fresh = opening.reopen_index(self._io, self._about, type(self).inspect)
+                old, self._index = self._index, fresh
+                old.close()
         finally:
             gate.release()
 

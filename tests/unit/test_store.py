@@ -1,6 +1,7 @@
 """``LmdbStore``: round trips, order of publication, exact accounting, and what it refuses."""
 
 import errno
+import gc
 import os
 import stat
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -18,7 +20,7 @@ import xxhash
 
 from kvtier.errors import ConfigError, InvariantError, StoreError, StoreLocked
 from kvtier.seams import ENTRY, Read
-from kvtier.stores import LmdbStore, fsck, list_stores
+from kvtier.stores import LmdbStore, fsck, list_stores, opening
 from tests.crash.kit import (
     FINGERPRINT,
     FRAME,
@@ -752,6 +754,41 @@ def test_a_reader_changes_nothing(tmp_path: Path) -> None:
     after = {path.name: path.read_bytes() for path in store_dir(tmp_path).iterdir()}
     before.pop("index.mdb-lock"), after.pop("index.mdb-lock")
     assert after == before
+
+
+def test_a_reader_follows_the_writer_to_a_new_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... and a failure on the way is one call's, not the reader's end."""
+    writer = open_store(tmp_path)
+    writer.put_group(chain(1, 1))
+    writer._abandon()
+    with open_store(tmp_path, mode="read") as reader:
+        assert fetch(reader, [*chain(1, 1), *chain(2, 1)]) == [True, False]
+        with open_store(tmp_path) as writer:  # puts a copy in the place of the index
+            writer.put_group(chain(2, 1))
+        reopen, raised = opening.reopen_index, [StoreError(errno.EMFILE, "not now")]
+
+        def fails_once(*given: Any) -> Any:
+            if raised:
+                raise raised.pop()
+            return reopen(*given)
+
+        monkeypatch.setattr(opening, "reopen_index", fails_once)
+        with pytest.raises(StoreError, match="not now"):
+            fetch(reader, chain(1, 1))
+        assert fetch(reader, [*chain(1, 1), *chain(2, 1)]) == [True] * 2
+        assert reader.counters().records == 2
+
+
+def test_a_store_dropped_unclosed_gives_its_lock_back(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put_group(chain(1, 1))
+    with pytest.warns(ResourceWarning, match="never closed"):
+        del store
+        gc.collect()
+    with open_store(tmp_path) as store:
+        assert fetch(store, chain(1, 1)) == [True]
 
 
 def test_close_waits_for_reads(tmp_path: Path) -> None:
