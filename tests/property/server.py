@@ -19,7 +19,7 @@ from kvtier.core.keys import ANONYMOUS
 from kvtier.core.leases import LeaseRecord
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Op, OpKind
-from kvtier.core.tree import Node
+from kvtier.core.tree import NEVER, Node
 from kvtier.errors import LeaseNotReady, LeaseReleased, OutOfPages
 from kvtier.seams import ENTRY
 from kvtier.tokens import TokenBuffer
@@ -59,6 +59,8 @@ class FakeServer:
         """Page-aligned prefixes that may be in the tree."""
         self.once: set[Page] = set()
         """The same, and those cleared since."""
+        self.until: dict[tuple[Identity, tuple[int, ...]], float] = {}
+        """How long any lease has asked a page (by its tokens) to live at most."""
         self.epoch = self.life = 0
         self.now = 0.0
         self.boot()
@@ -170,6 +172,7 @@ class FakeServer:
         assert limit is None or got <= max(0, limit)
         assert got == 0 or options.get("read", True)
         self.epochs[rec.id] = self.epoch
+        self.prolong(rec, tokens)
         REACHED["reused"] += got > 0
         REACHED["waits for two ops"] += len(rec.waits) > 1
         self.run(ops, early)
@@ -242,6 +245,7 @@ class FakeServer:
             self.restore_state(rec)
             end = len(rec.nodes) * page
             assert rec.write or len(rec.nodes) == before, "a no-write lease has published"
+            self.prolong(rec, tokens_of(rec))
             if len(rec.nodes) > before:
                 assert not any(s.start < end and s.stop > rec.length for s in rec.spans), (
                     "a page of a span is published before the whole span is committed"
@@ -253,6 +257,19 @@ class FakeServer:
             )
         if not any(r.write for r in recs):
             assert core.residency.tree.num_nodes <= in_tree
+
+    def prolong(self, rec: LeaseRecord, tokens: Sequence[int]) -> None:
+        """Its pages live as long as this lease has asked for."""
+        page = self.geometry.page_tokens
+        for end in range(page, len(rec.nodes) * page + 1, page):
+            key = (rec.identity, tuple(tokens[:end]))
+            self.until[key] = max(self.until.get(key, 0.0), rec.expires)
+
+    def check_expired(self) -> None:
+        """Nobody is there: what nobody has asked for any more is gone."""
+        self.run(self.core.expire(self.now))
+        for page, _ in self.pages():
+            assert self.until.get(page, NEVER) >= self.now, f"{page} has outlived its time"
 
     def remember(self, rec: LeaseRecord, tokens: list[int]) -> None:
         page = self.geometry.page_tokens
@@ -343,6 +360,7 @@ class FakeServer:
     def restart(self) -> None:
         """The process dies wherever it is, handles and all; a new one opens what the disk has."""
         self.life += 1
+        self.until = {}  # the disk knows no time to live
         if any(o.kind is OpKind.DROP for o in self.plane.live.values()):
             self.epoch, self.published = 0, set(self.once)  # a clear that was not finished
             REACHED["died before a deletion"] += 1

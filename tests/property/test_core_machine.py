@@ -476,6 +476,21 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         self.now += by
         self.run(self.core.expire(self.now))
 
+    @rule(tokens=FULL, ttl=st.integers(0, 2), shared=st.integers(0, 4), cold_host=st.booleans())
+    def expire_all(self, tokens: list[int], ttl: int, shared: int, cold_host: bool) -> None:
+        """Aim: pages whose time is over, some of them prolonged, some on disk only."""
+        if self.core.pins:
+            return
+        self.seats(1)
+        self.serve(tokens, expires=self.now + ttl)
+        if shared:
+            self.serve(tokens[:shared], expires=self.now + 2 * ttl)
+        self.cold(*ALL_TIERS[: 2 * cold_host])
+        known = self.core.residency.tree.num_nodes
+        self.now += ttl + 1
+        self.check_expired()
+        REACHED["expired"] += self.core.residency.tree.num_nodes < known
+
     @precondition(lambda self: self.ever)
     @rule(target=prefetches, data=st.data(), cold=st.booleans(), cancel=st.booleans())
     def prefetch(self, data: Any, cold: bool, cancel: bool) -> tuple[int, PrefetchRecord]:
@@ -609,9 +624,9 @@ EVERYWHERE = (
     "cleared during pack", "cleared during restore", "cleared during store",
     "cleared during drop", "prefetch in flight", "prefetch cancelled", "pinned and evicted",
     "restoring with a reserve", "restarted with pages on disk", "found after a restart",
-    "corrupted", "replayed",
+    "corrupted", "replayed", "expired",
 )  # fmt: skip
-SELDOM = {"resume refused": 20}
+SELDOM = {"resume refused": 20, "partial drop": 20, "died before a deletion": 20}
 LEAST = dict.fromkeys(EVERYWHERE, 100) | SELDOM
 """What each shard of a long run must have come to, and how often at least."""
 
