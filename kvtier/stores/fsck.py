@@ -5,6 +5,7 @@ Works on closed stores; one that a process is writing is only reported as such.
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,7 @@ from kvtier.stores import directory
 from kvtier.stores.codec import Codec
 from kvtier.stores.directory import INDEX_BASE, INDEX_ROW, Names
 from kvtier.stores.files import FileIO, aligned
-from kvtier.stores.index import Found, Index
+from kvtier.stores.index import Found, Index, newer
 from kvtier.stores.opening import drop
 from kvtier.stores.payload import PayloadReader, Verdict
 from kvtier.stores.record import FORMAT, QUARANTINED, store_id
@@ -32,6 +33,7 @@ from kvtier.stores.slabs import Slabs
 
 __all__ = ["FsckReport", "StoreInfo", "fsck", "list_stores"]
 
+State = Literal["clean", "open", "unclean"]
 Progress = Callable[[int, int], None]
 """Called with (records checked, records in all)."""
 _AT_ONCE = 16
@@ -52,7 +54,7 @@ class StoreInfo:
     checkpoints: int | None
     bytes: int
     """On the file system, index and reserve included."""
-    state: Literal["clean", "open", "unclean"]
+    state: State
     """"open": a process writes it now; "unclean": it will be inspected when opened."""
 
 
@@ -61,7 +63,7 @@ class FsckReport:
     """What a check of one store found."""
 
     path: str
-    state: Literal["clean", "open", "unclean"]
+    state: State
     index: str
     """"sound", or what is wrong with it."""
     records: int
@@ -96,12 +98,25 @@ def fsck(
 
     ``repair`` also rebuilds a damaged index and removes damaged records with all that hang on
     them.  Stores that are open are left alone; one that is being checked cannot be opened for
-    writing.  Raises StoreError where there is no directory, or a store is of a newer format.
+    writing.  One that cannot be checked, such as that of a newer format, is reported and not
+    touched.  Raises StoreError where there is no directory.
     """
     return [
-        _check(names, repair, progress or (lambda done, total: None))
+        _check_or_tell(names, repair, progress or (lambda done, total: None))
         for names in directory.names_in(_root(path))
     ]
+
+
+def _check_or_tell(names: Names, repair: bool, progress: Progress) -> FsckReport:
+    """A store that cannot be checked must not keep the others from it."""
+    try:
+        return _check(names, repair, progress)
+    except OSError as error:
+        return _unchecked(names, _state(names), str(error))
+
+
+def _unchecked(names: Names, state: State, why: str) -> FsckReport:
+    return FsckReport(names.directory, state, why, 0, 0, (), False)
 
 
 def _root(path: str | os.PathLike[str]) -> str:
@@ -111,7 +126,7 @@ def _root(path: str | os.PathLike[str]) -> str:
     return root
 
 
-def _state(names: Names) -> Literal["clean", "open", "unclean"]:
+def _state(names: Names) -> State:
     if directory.is_written(names):
         return "open"
     return "clean" if is_clean(names) else "unclean"
@@ -122,13 +137,14 @@ def _info(names: Names) -> StoreInfo:
     frame_bytes = directory.described(names).get("frame_bytes", 0)
     records: int | None = None
     checkpoints: int | None = None
+    path = names.file(INDEX)
     mark = read_mark(names) if state == "clean" else None
     if mark is not None:
         records, checkpoints = mark.records, mark.checkpoints
-    elif os.path.exists(names.file(INDEX)):
-        verdict = inspect_in_child(names.file(INDEX), _id(names, frame_bytes))
-        if verdict.status == SOUND:
-            records, checkpoints = verdict.counts["records"], verdict.counts["checkpoints"]
+    elif os.path.exists(path):
+        with suppress(StoreError):  # it could not be looked at
+            counts = inspect_in_child(path, _id(names, frame_bytes)).counts
+            records, checkpoints = counts.get("records"), counts.get("checkpoints")
     return StoreInfo(
         path=names.directory,
         fingerprint=names.fingerprint,
@@ -149,31 +165,38 @@ def _id(names: Names, frame_bytes: int) -> bytes:
 def _check(names: Names, repair: bool, progress: Progress) -> FsckReport:
     said = directory.described(names)
     if said.get("format", FORMAT) > FORMAT:
-        raise StoreError(f"{names.directory} was written by a newer kvtier; upgrade to check it")
+        raise newer(names.directory, said["format"])
     gate = directory.gate(names, shared=not repair)
     try:
         state = _state(names)
         if state == "open":
-            return FsckReport(names.directory, state, "in use by a process", 0, 0, (), False)
-        index = names.file(INDEX)
+            return _unchecked(names, state, "in use by a process")
         if "frame_bytes" not in said:
             why = "about.json is damaged; opening the store for writing repairs it"
-            return FsckReport(names.directory, state, why, 0, 0, (), False)
-        verdict = inspect_in_child(index, _id(names, said["frame_bytes"]))
-        if verdict.status == NEWER:
-            raise StoreError(f"{index} was written by a newer kvtier; upgrade to check it")
-        sound = "sound" if verdict.status == SOUND else verdict.detail
-        if not repair and verdict.status != SOUND:
-            return FsckReport(names.directory, state, sound, 0, 0, (), False)
+            return _unchecked(names, state, why)
+        sound = _index_state(names, _id(names, said["frame_bytes"]))
+        if not repair and sound != "sound":
+            return _unchecked(names, state, sound)
         return _check_payloads(names, said["frame_bytes"], state, sound, repair, progress)
     finally:
         gate.release()
 
 
+def _index_state(names: Names, store: bytes) -> str:
+    """ "sound", or what is wrong.  Raises StoreError for a newer format, or where nobody can tell."""
+    index = names.file(INDEX)
+    if not os.path.exists(index):
+        return "missing; repairing rebuilds it"
+    verdict = inspect_in_child(index, store)
+    if verdict.status == NEWER:
+        raise newer(index, int(verdict.detail))
+    return "sound" if verdict.status == SOUND else verdict.detail
+
+
 def _check_payloads(
     names: Names,
     frame_bytes: int,
-    state: Literal["clean", "unclean"],
+    state: State,
     sound: str,
     repair: bool,
     progress: Progress,
@@ -190,7 +213,8 @@ def _check_payloads(
                 remove_mark(io, names)
             recover(io, names, store, slabs, size, inspect_in_child)
             remove_mark(io, names)
-        size = max(size, os.stat(names.file(INDEX)).st_size)
+        if os.path.exists(names.file(INDEX)):
+            size = max(size, os.stat(names.file(INDEX)).st_size)
         index = Index(io, names.file(INDEX), size, store, write=repair)
         quarantined = index.counters.quarantined
         damaged = _damaged(index, slabs, store, frame_bytes, progress)

@@ -3,9 +3,11 @@
 LMDB's pages carry no checksum, and a flipped bit in one can end the process that follows it.  So
 after an unclean close a child process (arguments: INDEX STORE [COPY]) reads every row, compares it
 with its own check and with the others, and writes a fresh compact copy; only the copy is ever used
-for writing.  Prints one JSON object; exit status 0 sound, 3 not, 4 newer format.
+for writing.  It prints a line as soon as it has started and then its verdict; exit status 0 sound
+(and a JSON object of counts), 3 not, 4 newer format, 5 could not look.
 """
 
+import errno
 import json
 import os
 import resource
@@ -20,24 +22,33 @@ from typing import Any
 import lmdb
 import numpy as np
 
+from kvtier.errors import StoreError
 from kvtier.stores.files import FILE_MODE
 from kvtier.stores.index import Counters, Rows, check_rows, open_env
 from kvtier.stores.record import FORMAT, ROW, row_checks, unpack_more
 
 __all__ = ["NEWER", "SOUND", "UNSOUND", "Verdict", "inspect", "inspect_in_child"]
 
-SOUND, UNSOUND, NEWER = 0, 3, 4
+SOUND, UNSOUND, NEWER, _UNABLE = 0, 3, 4, 5
 TIMEOUT_S = 600.0
+_STARTED = "looking"
+_PASSING = frozenset(
+    getattr(errno, name)
+    for name in ("ENOMEM", "EMFILE", "ENFILE", "EAGAIN", "EINTR", "ENOSPC", "EDQUOT")
+)
+"""Errors that say nothing of the file: there was no room to look at it."""
 
 _CHILD = """
 import sys, types
+sys.path += sys.argv.pop(1).split(chr(0x1F))
 for name, path in ("kvtier", sys.argv[1]), ("kvtier.stores", sys.argv[1] + "/stores"):
     sys.modules[name] = module = types.ModuleType(name)
     module.__path__ = [path]
 from kvtier.stores.scan import main
 sys.exit(main(sys.argv[2:]))
 """
-"""Loads this module and what it needs, not the whole package: opening waits for it."""
+"""Loads this module and what it needs, not the whole package: opening waits for it.  Isolated,
+with the parent's path behind its own: no file of the user's can stand for a standard module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +67,41 @@ class Verdict:
 def inspect_in_child(index: str, store: bytes, copy: str | None = None) -> Verdict:
     """Inspect an index in a child process, which may write a sound copy of it to ``copy``.
 
-    Never raises for what is in the file: a child that crashes, hangs or cannot start means
-    UNSOUND.
+    Never raises for what is in the file: a child that crashes or hangs over it means UNSOUND.
+    Raises StoreError where it could not look: the child did not start, or lacked memory,
+    descriptors or room.
     """
+    if not sys.executable:
+        raise StoreError(f"{index} cannot be inspected: this process names no Python to run")
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    command = [sys.executable, "-c", _CHILD, package, index, store.hex()]
+    path = "\x1f".join(entry for entry in sys.path if entry)
+    command = [sys.executable, "-I", "-c", _CHILD, path, package, index, store.hex()]
     if copy is not None:
         command.append(copy)
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     try:
         child = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-            env={**os.environ, "PYTHONPATH": path},
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
         return Verdict(UNSOUND, f"the inspection did not end: {error}")
-    if child.returncode in (SOUND, NEWER):
-        return Verdict(child.returncode, child.stdout.strip())
-    said = (child.stdout.strip() or child.stderr.strip()[-300:]) or "no output"
+    except OSError as error:
+        raise StoreError(error.errno, f"{index} cannot be inspected: {error}") from error
+    started, _, said = child.stdout.partition("\n")
+    said = said.strip()
+    if started != _STARTED or child.returncode == _UNABLE:
+        why = said or child.stderr.strip()[-300:] or f"exit status {child.returncode}"
+        raise StoreError(f"{index} cannot be inspected by {sys.executable!r}: {why}")
+    if child.returncode == NEWER or (child.returncode == SOUND and _are_counts(said)):
+        return Verdict(child.returncode, said)
+    said = (said or child.stderr.strip()[-300:]) or "no output"
     return Verdict(UNSOUND, f"exit status {child.returncode}: {said}")
+
+
+def _are_counts(text: str) -> bool:
+    try:
+        return isinstance(Counters(**json.loads(text)), Counters)
+    except (ValueError, TypeError):
+        return False
 
 
 def inspect(index: str, store: bytes, copy: str | None = None) -> Verdict:
@@ -96,7 +119,14 @@ def inspect(index: str, store: bytes, copy: str | None = None) -> Verdict:
         finally:
             env.close()
     except (lmdb.Error, OSError, ValueError, KeyError, TypeError) as error:
-        return Verdict(UNSOUND, f"{type(error).__name__}: {error}")
+        status = _UNABLE if _is_passing(error) else UNSOUND
+        return Verdict(status, f"{type(error).__name__}: {error}")
+
+
+def _is_passing(error: Exception) -> bool:
+    return isinstance(error, lmdb.MemoryError | lmdb.DiskError) or (
+        isinstance(error, OSError) and error.errno in _PASSING
+    )
 
 
 def _copy(env: Any, copy: str) -> None:
@@ -157,6 +187,8 @@ def main(argv: list[str]) -> int:
     """What the child runs."""
     index, store, *copy = argv
     # A damaged tree may be endless: the copy may not outgrow the original, nor take for ever.
+    sys.stdout.write(_STARTED + "\n")
+    sys.stdout.flush()
     size = os.stat(index).st_size
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

@@ -863,6 +863,33 @@ def test_list_and_fsck(tmp_path: Path) -> None:
     assert (info.pages, info.checkpoints, info.state) == (2, 1, "unclean")
 
 
+def test_fsck_of_a_store_without_index_beside_a_newer_one(tmp_path: Path) -> None:
+    newer = FINGERPRINT[::-1]  # its name sorts first or last: the others are checked all the same
+    for fingerprint in (newer, FINGERPRINT):
+        with open_store(tmp_path, fingerprint=fingerprint) as store:
+            store.put_group(chain(1, 3))
+    about = tmp_path / f"{newer.hex()}-0of1" / "about.json"
+    about.write_text(about.read_text().replace('"format": 1', '"format": 2'))
+    (tmp_path / f"{FINGERPRINT.hex()}-0of1" / "index.mdb").unlink()
+    reports = {Path(r.path).name[:32]: r for r in fsck(tmp_path)}
+    assert not any(report.ok for report in reports.values())
+    assert "newer kvtier" in reports[newer.hex()].index
+    assert "missing" in reports[FINGERPRINT.hex()].index
+    reports = {Path(r.path).name[:32]: r for r in fsck(tmp_path, repair=True)}
+    assert not reports[newer.hex()].repaired
+    assert reports[FINGERPRINT.hex()].repaired
+    with open_store(tmp_path) as store:
+        assert fetch(store, chain(1, 3)) == [True] * 3
+
+
+def test_fsck_of_an_empty_store_without_index(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    (store_dir(tmp_path) / "index.mdb").unlink()
+    assert [report.ok for report in fsck(tmp_path)] == [False]
+    assert [report.ok for report in fsck(tmp_path, repair=True)] == [True]
+    assert [report.ok for report in fsck(tmp_path)] == [True]
+
+
 def test_repr_names_the_place(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert str(tmp_path) in repr(store)

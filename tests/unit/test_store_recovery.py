@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtier.errors import StoreError
-from kvtier.stores import LmdbStore, fsck
+from kvtier.stores import LmdbStore, fsck, list_stores
 from kvtier.stores.index import check_rows
 from kvtier.stores.record import (
     ROW,
@@ -318,22 +318,56 @@ def test_a_full_disk_while_rebuilding(filled: Path) -> None:
 # -- the inspection itself -----------------------------------------------------------------------
 
 
-def test_a_child_that_dies_means_unsound(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_child_says_of_a_file(filled: Path) -> None:
     index = str(store_dir(filled) / "index.mdb")
     assert inspect_in_child(index, STORE).status == SOUND
     assert inspect_in_child(index + "-none", STORE).status == UNSOUND
     assert inspect_in_child(index, b"another").status == UNSOUND
-    monkeypatch.setattr("kvtier.stores.scan.sys.executable", "/bin/false")
-    assert inspect_in_child(index, STORE).status == UNSOUND
-    monkeypatch.setattr("kvtier.stores.scan.sys.executable", "/nowhere/python")
-    verdict = inspect_in_child(index, STORE)
-    assert verdict.status == UNSOUND
-    assert "did not end" in verdict.detail
+
+
+@pytest.mark.parametrize("python", ["/bin/true", "/bin/false", "/nowhere/python", ""])
+def test_a_child_that_does_not_start_is_no_evidence(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, python: str
+) -> None:
+    index = store_dir(filled) / "index.mdb"
+    monkeypatch.setattr("kvtier.stores.scan.sys.executable", python)
     with open_store(filled) as store:  # clean: it is not asked
         assert all(fetch(store, RECORDS))
     open_store(filled)._abandon()
-    with open_store(filled) as store:  # asked in vain: rebuilt from the slots
+    before = index.read_bytes()
+    with pytest.raises(StoreError, match="cannot be inspected"):
+        open_store(filled)
+    assert index.read_bytes() == before
+    assert not (store_dir(filled) / "index.bad").exists()
+    (info,) = list_stores(filled)
+    assert (info.state, info.pages) == ("unclean", None)
+    (report,) = fsck(filled, repair=True)
+    assert not report.ok
+    assert "cannot be inspected" in report.index
+    monkeypatch.undo()
+    with open_store(filled) as store:
         assert all(fetch(store, RECORDS))
+
+
+def test_a_child_without_room_is_no_evidence(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = str(store_dir(filled) / "index.mdb")
+    with pytest.raises(StoreError, match="No space left"):
+        inspect_in_child(index, STORE, "/dev/full")
+    monkeypatch.setattr("kvtier.stores.scan._STARTED", "something else")  # as a shell may print
+    with pytest.raises(StoreError, match="cannot be inspected"):
+        inspect_in_child(index, STORE)
+
+
+def test_a_module_of_the_user_does_not_reach_the_child(
+    filled: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path_factory.mktemp("project")
+    for name in ("resource", "signal", "json", "dataclasses"):
+        (project / f"{name}.py").write_text("raise RuntimeError('of the project')")
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(str(project))
+    monkeypatch.setenv("PYTHONPATH", str(project))
+    assert inspect_in_child(str(store_dir(filled) / "index.mdb"), STORE).status == SOUND
 
 
 def test_damaged_rows_are_told(filled: Path) -> None:
