@@ -273,6 +273,19 @@ def test_the_later_of_two_lives_wins(tmp_path: Path) -> None:
         store.check()
 
 
+def test_what_is_written_after_a_rebuild_is_later_than_what_was_found(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.put_group(chain(1, 3))
+        store.put_group([record((2,))])  # slot 3
+    with rebuilt(tmp_path) as store:
+        store.delete([key_of((1, 1, 2)), key_of((2,))])
+        store.put_group([record((2,), life=1)])  # slot 2; its older life stays in slot 3
+        store._abandon()
+    with rebuilt(tmp_path) as store:
+        assert fetch(store, [record((2,), life=1)]) == [True]
+        store.check()
+
+
 def test_only_what_hangs_together_is_rebuilt(filled: Path) -> None:
     slab = store_dir(filled) / "slab-00000"
     flip(slab, 1 * (4096 + FRAME) + 60)  # header of page (1, 1)
