@@ -13,11 +13,11 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError, StoreError, StoreLocked
-from kvtier.stores.files import DIRECTORY_MODE, FileLock, read_file
+from kvtier.stores.files import DIRECTORY_MODE, FileIO, FileLock, read_file
 from kvtier.stores.record import FORMAT, slot_bytes
 
 __all__ = [
@@ -89,14 +89,14 @@ def names_in(root: str) -> list[Names]:
     return found
 
 
-def create(root: str) -> None:
-    """Make sure the directory is there and private.
+def create(io: FileIO, root: str) -> None:
+    """Make sure the directory is there, also after a crash, and private.
 
     Raises ConfigError for a file in its place, no permission, or a directory that holds
     something else (its mode would be changed, and its bytes counted).
     """
     try:
-        os.makedirs(root, DIRECTORY_MODE, exist_ok=True)
+        _make(io, root)
         for name in os.listdir(root):
             if name not in _OURS and not _NAME.fullmatch(name):
                 raise ConfigError(
@@ -109,6 +109,21 @@ def create(root: str) -> None:
         raise ConfigError(f"disk_path {root!r} is not a directory") from error
     except OSError as error:
         raise ConfigError(f"disk_path {root!r} cannot be used: {error}") from error
+
+
+def _make(io: FileIO, path: str) -> None:
+    """Create a directory and those above it; what is created is durable in its parent."""
+    parent = os.path.dirname(path)
+    if not os.path.exists(parent):
+        _make(io, parent)
+    try:
+        os.mkdir(path, DIRECTORY_MODE)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+        return
+    with suppress(PermissionError):  # it may be written and not read: then nothing can be done
+        io.sync_directory(parent)
 
 
 def directory_bytes(path: str) -> int:

@@ -183,7 +183,8 @@ def _check(names: Names, repair: bool, progress: Progress) -> FsckReport:
 
 
 def _index_state(names: Names, store: bytes) -> str:
-    """ "sound", or what is wrong.  Raises StoreError for a newer format, or where nobody can tell."""
+    """What is wrong, or that it is sound.  Raises StoreError for a newer format, or if nobody can
+    tell."""
     index = names.file(INDEX)
     if not os.path.exists(index):
         return "missing; repairing rebuilds it"

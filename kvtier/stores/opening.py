@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvtier.errors import ConfigError, StoreError
 from kvtier.seams import ENTRY
 from kvtier.stores import directory
-from kvtier.stores.directory import Names, Quota
+from kvtier.stores.directory import INDEX_BASE, Names, Quota
 from kvtier.stores.files import DIRECTORY_MODE, FileIO, FileLock, read_file, write_file
 from kvtier.stores.index import Index, Rows, newer
 from kvtier.stores.record import FORMAT, QUARANTINED
@@ -66,9 +66,9 @@ def entries_of(rows: Rows) -> npt.NDArray[np.void]:
 def open_writer(io: FileIO, about: About, limit_bytes: int, inspect: Inspect) -> Opened:
     """Open for writing, creating or repairing what is needed."""
     names = about.names
-    directory.create(names.root)
+    directory.create(io, names.root)
     try:
-        gate, lock, quota = _claim(about, limit_bytes)
+        gate, lock, quota = _claim(io, about, limit_bytes)
     except OSError as error:
         if isinstance(error, StoreError):
             raise
@@ -87,11 +87,12 @@ def open_writer(io: FileIO, about: About, limit_bytes: int, inspect: Inspect) ->
         gate.release()
 
 
-def _claim(about: About, limit_bytes: int) -> tuple[FileLock, FileLock, Quota]:
+def _claim(io: FileIO, about: About, limit_bytes: int) -> tuple[FileLock, FileLock, Quota]:
     """The store's gate and writer lock, and its share of the limit, which others see from now."""
     names = about.names
     with directory.directory_lock(names.root, create=True), ExitStack() as undo:
         os.makedirs(names.directory, DIRECTORY_MODE, exist_ok=True)
+        io.sync_directory(names.root)  # each time: whoever made it may have died before this
         gate = directory.gate(names, shared=False)
         undo.callback(gate.release)
         lock = directory.take_writer_lock(names)
@@ -133,7 +134,9 @@ def _open_files(io: FileIO, about: About, quota: Quota, lock: FileLock, inspect:
         io.point("open:unmarked")
         path = names.file(INDEX)
         length = os.stat(path).st_size if os.path.exists(path) else 0
-        index = Index(io, path, max(quota.map_bytes, length), about.id, write=True)
+        # An index of a larger limit needs pages to copy to while records are dropped from it.
+        room = quota.map_bytes if length <= quota.map_bytes else 2 * length + INDEX_BASE
+        index = Index(io, path, room, about.id, write=True)
         slots, entries = _fit(index, quota.capacity)
         if length > quota.map_bytes:
             index.close()

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 import xxhash
 
 from kvtier.errors import StoreError
-from kvtier.stores.directory import Names
+from kvtier.stores.directory import INDEX_BASE, INDEX_ROW, Names
 from kvtier.stores.files import BLOCK, FileIO, aligned, read_file, write_file
 from kvtier.stores.index import Counters, Found, Index, newer
 from kvtier.stores.record import STORED, Header, Row, unpack_header
@@ -168,6 +168,8 @@ def rebuild(io: FileIO, names: Names, store: bytes, slabs: Slabs, map_bytes: int
     slots were not written since come back; they are still what their keys say.
     """
     records, counters = _connected(_whole(_headers(slabs, store)))
+    # Where the limit was lowered there may be more records than it has rows for; they go later.
+    map_bytes = max(map_bytes, INDEX_BASE + slabs.allocated * INDEX_ROW)
     spare = Index(io, names.file(_SPARE), map_bytes, store, write=True)
     try:
         spare.fill(records, counters)

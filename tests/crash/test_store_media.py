@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,22 +90,26 @@ def test_every_byte_of_a_small_store(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 file system of 6 MiB."""
+def small_disk() -> Iterator[Path]:
+    """An ext4 file system of 6 MiB.  It lies outside of the directories that the test runner keeps
+    and cleans: a mount left there by a kill would be in its way."""
     if os.getuid() != 0 or shutil.which("mkfs.ext4") is None:
         pytest.skip("mounting a small file system needs root and mkfs.ext4")
-    image, mount = tmp_path / "image", tmp_path / "mount"
-    with image.open("wb") as file:
-        file.truncate(6 << 20)
-    mount.mkdir()
-    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)
-    made = subprocess.run(["mount", "-o", "loop", str(image), str(mount)], check=False)
-    if made.returncode:
-        pytest.skip("this system does not allow loop mounts")
+    place = Path(tempfile.mkdtemp(prefix="kvtier-mount-"))
+    image, mount = place / "image", place / "mount"
     try:
+        with image.open("wb") as file:
+            file.truncate(6 << 20)
+        mount.mkdir()
+        subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)
+        made = subprocess.run(["mount", "-o", "loop", str(image), str(mount)], check=False)
+        if made.returncode:
+            pytest.skip("this system does not allow loop mounts")
         yield mount
     finally:
-        subprocess.run(["umount", "--lazy", str(mount)], check=True)
+        while os.path.ismount(mount):  # also when interrupted, and whatever is still open there
+            subprocess.run(["umount", "--lazy", str(mount)], check=True)
+        shutil.rmtree(place)
 
 
 def fill_up(mount: Path) -> Path:

@@ -485,6 +485,40 @@ def test_a_smaller_limit_shrinks_the_store(tmp_path: Path) -> None:
         store.check()
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_much_smaller_limit(tmp_path: Path, damaged: bool) -> None:
+    """The index of before is larger than the one the limit now has room for."""
+    frame, limit = 4096, 2 << 20
+    records = [record((i,), size=frame - 96, frame=frame) for i in range(3000)]
+    with open_store(tmp_path, frame_bytes=frame, limit_bytes=64 << 20) as store:
+        store.put_group(records)
+    if damaged:
+        with (store_dir(tmp_path) / "index.mdb").open("r+b") as file:
+            file.write(bytes(8192))
+    with open_store(tmp_path, frame_bytes=frame, limit_bytes=limit) as store:
+        there = keys_in(store)
+        assert store.capacity // 2 < len(there) <= store.capacity
+        assert fetch(store, records) == [r.key in there for r in records]
+        store.delete([next(iter(there))])
+        store.put_group([record((-1,), size=frame - 96, frame=frame)])
+        store.check()
+    (store_dir(tmp_path) / "index.bad").unlink(missing_ok=True)
+    assert bytes_under(tmp_path) <= limit
+
+
+def test_new_directories_are_durable(tmp_path: Path) -> None:
+    class Synced(FaultyIO):
+        def sync_directory(self, path: str) -> None:
+            synced.add(Path(path))
+            super().sync_directory(path)
+
+    root = tmp_path / "new" / "deeper" / "kv"
+    synced: set[Path] = set()
+    with open_store(root, io=Synced()) as store:
+        store.put_group(chain(1, 1))
+        assert synced == {tmp_path, tmp_path / "new", root.parent, root, store_dir(root)}
+
+
 def test_modes_of_files(tmp_path: Path) -> None:
     """C11: nobody else may look, whatever the umask."""
     old = os.umask(0)
