@@ -55,10 +55,10 @@ BUGS = [
         "        pass  # all along",
     ),
     Bug(
-        "a restore's source is not held while room is made beside it",
+        "host pages on the way up push out their own parent",
         "restore",
         "        with res.held(guard, *(res.best(n) for n in missing)):",
-        "        with res.held(guard):",
+        "        with res.held(*(res.best(n) for n in missing)):",
     ),
     Bug(
         "resume without a checkpoint",

@@ -960,3 +960,48 @@ def test_other_weights_find_nothing_on_the_same_disk() -> None:
     assert lease(other, [1, 2, 3, 4, 5]).length == 0
     again = server(made.geometry, disk=made.disk, eviction="lru")
     assert again.core.match(packed([1, 2, 3, 4, 5])).disk_tokens == 4
+
+
+@pytest.mark.parametrize("draft", [0, 1, 3])
+def test_window_pages_go_as_tokens_are_committed(draft: int) -> None:
+    """B4: kept for the queries to come and for as many drafts as may be rejected; by committed
+    tokens, never by scheduled ones."""
+    geometry = Geometry(
+        page_tokens=2,
+        gpu_pages=16,
+        max_leases=2,
+        has_tails=True,
+        checkpoint_frames=1,
+        parked_frames=2,
+        gpu_states=2,
+        window=3,
+        window_page=1,
+        gpu_windows=16,
+        max_draft=draft,
+    )
+    made = server(geometry, eviction="lru")
+    rec = lease(made, [1, 2, 3])
+    assert made.step([rec], [[1] * 6], [2])
+    assert rec.tail is not None
+    assert sorted(rec.tail.windows) == list(range(6 - 3 + 1 - draft, 8))
+    table = made.core.window_tables[rec.row]
+    assert [p for p in range(len(table)) if table[p] >= 0] == sorted(rec.tail.windows)
+    assert made.step([rec], [[1] * 4])
+    assert sorted(rec.tail.windows) == list(range(10 - 3 + 1 - draft, 10))
+    made.sound()
+
+
+def test_host_pages_on_the_way_up_stay_behind_their_parent() -> None:
+    """I6: room for them is made elsewhere."""
+    made = plain(gpu=4, cpu=3, disk=8)
+    made.serve([1, 1, 2, 2, 3, 3])
+    made.drain()
+    made.run(made.core.evict(Tier.GPU, 2)[1])
+    made.run(made.core.evict(Tier.CPU, 2)[1])
+    made.serve([7, 7])  # what is younger fills the host
+    made.drain()
+    rec = lease(made, [1, 1, 2, 2, 3, 3, 4])  # its first page is on the device and the host
+    made.sound()
+    made.drain()
+    made.sound()
+    assert rec.length == 6
