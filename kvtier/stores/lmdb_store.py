@@ -49,7 +49,8 @@ class LmdbStore:
 
     ``capacity`` is in frames.  It follows from ``limit_bytes``, a hard limit for all files of the
     directory: what other stores there hold or may use is taken off first, ranks of one world get
-    equal parts.  One writer per store; any number of readers (``mode="read"``), in other
+    equal parts.  Opened with a smaller limit, a store keeps what lies in its first slots, however
+    recent, and drops the rest.  One writer per store; any number of readers (``mode="read"``), in other
     processes.  A process forked from this one must open its own: here every call raises.
 
     Raises ConfigError when the sizes or the path cannot work, StoreLocked when somebody else
@@ -160,8 +161,10 @@ class LmdbStore:
     def delete(self, keys: Sequence[bytes]) -> None:
         """Forget records in one transaction; their slots are free when it returns.
 
-        Unknown keys are ignored.  Raises StoreError and changes nothing when a record would stay
-        behind without its parent.
+        When nothing is left the payload files are emptied too.  Otherwise the bytes stay until
+        their slots are written again, and an index that has to be rebuilt finds them.  Unknown
+        keys are ignored.  Raises StoreError when a record would stay behind without its parent
+        (nothing changes then), or when the medium fails.
         """
         with self._operation(), self._writes("delete"):
             rows = zip(keys, self._index.find(keys), strict=True)
@@ -185,6 +188,8 @@ class LmdbStore:
                 self._free_gone(found)
                 raise
             self._free(found.values())
+            if not self._index.counters.records:
+                self._erase()
             self._io.point("delete:done")
 
     def touch(self, ticks: Sequence[tuple[bytes, int]]) -> None:
@@ -399,6 +404,13 @@ class LmdbStore:
         for row, slots in deleted:
             self._slots.give(slots)
             self._bad.discard((row.key, row.seq))
+
+    def _erase(self) -> None:
+        """Nothing is stored: leave no slot from which a rebuilt index could bring it back."""
+        try:
+            self._slabs.cut(0)
+        except OSError as error:
+            log.warning("kvtier disk: %s: deleted payload stays in its files: %s", self, error)
 
     def _free_gone(self, found: Mapping[bytes, Found]) -> None:
         """After a deletion that raised: free what went all the same; if nobody can tell, the slots

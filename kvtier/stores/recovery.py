@@ -165,7 +165,8 @@ def rebuild(io: FileIO, names: Names, store: bytes, slabs: Slabs, map_bytes: int
     """A new index from what the slots say of themselves.
 
     Payload is not read: a torn one is found when it is wanted.  Records deleted earlier whose
-    slots were not written since come back; they are still what their keys say.
+    slots were not written since come back, unless the store was empty in between; they are still
+    what their keys say.
     """
     records, counters = _connected(_whole(_headers(slabs, store)))
     # Where the limit was lowered there may be more records than it has rows for; they go later.

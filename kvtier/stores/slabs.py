@@ -214,14 +214,15 @@ class Slabs:
 
     def cut(self, slots: int) -> None:
         """Give back to the medium what lies beyond ``slots`` slots."""
-        for number in range((self.allocated // self.slots_per_file) + 1):
+        files = self.allocated // self.slots_per_file + 1
+        self.allocated = min(self.allocated, slots)
+        for number in range(files):
             keep = min(max(slots - number * self.slots_per_file, 0), self.slots_per_file)
             if os.path.exists(self.path(number)):
                 fd, _ = self._open(number)
                 if os.fstat(fd).st_size > keep * self.slot_bytes:
                     self._io.truncate(fd, keep * self.slot_bytes)
                     self._io.sync(fd)
-        self.allocated = min(self.allocated, slots)
 
     def close(self) -> None:
         if self._pool is not None:

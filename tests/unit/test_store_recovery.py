@@ -318,6 +318,33 @@ def test_a_kill_in_the_middle_of_a_rebuild(filled: Path, point: str) -> None:
     assert not list(store_dir(filled).glob("index.new*"))
 
 
+def test_what_was_cleared_does_not_come_back(filled: Path) -> None:
+    """A store that was emptied has nothing that a rebuilt index could find."""
+    with open_store(filled) as store:
+        store.delete([wanted.key for wanted in RECORDS])
+        assert fetch(store, RECORDS) == [False] * len(RECORDS)
+        # The last slots of all: what is behind a record in use is cut at close anyway.
+        store._slots.take(len(RECORDS), store.capacity)
+        store.put_group(chain(7, 1))
+        store._abandon()
+    os.truncate(store_dir(filled) / "index.mdb", 5000)
+    with open_store(filled) as store:
+        assert keys_in(store) == {key_of((7,))}
+        assert fetch(store, chain(7, 1)) == [True]
+        store.check()
+
+
+def test_a_deletion_that_cannot_empty_the_files_is_one(filled: Path) -> None:
+    io = FaultyIO()
+    with open_store(filled, io=io) as store:
+        io.fail("sync", OSError(5, "broken"))  # the index syncs by itself
+        store.delete([wanted.key for wanted in RECORDS])
+        assert not keys_in(store)
+        store.put_group(RECORDS)
+        assert all(fetch(store, RECORDS))
+        store.check()
+
+
 def test_a_full_disk_while_rebuilding(filled: Path) -> None:
     os.truncate(store_dir(filled) / "index.mdb", 5000)
     io = FaultyIO()
