@@ -50,8 +50,8 @@ class LmdbStore:
     ``capacity`` is in frames.  It follows from ``limit_bytes``, a hard limit for all files of the
     directory: what other stores there hold or may use is taken off first, ranks of one world get
     equal parts.  Opened with a smaller limit, a store keeps what lies in its first slots, however
-    recent, and drops the rest.  One writer per store; any number of readers (``mode="read"``), in other
-    processes.  A process forked from this one must open its own: here every call raises.
+    recent, and drops the rest.  One writer per store; any number of readers (``mode="read"``), in
+    other processes.  A process forked from this one must open its own: here every call raises.
 
     Raises ConfigError when the sizes or the path cannot work, StoreLocked when somebody else
     writes this store, StoreError when it cannot be opened or a newer version wrote it.  Opening
