@@ -148,7 +148,10 @@ class Index:
 
     def _read_counters(self) -> Counters:
         with self._env.begin() as txn:
-            data = txn.get(b"counters", db=self._meta)
+            return self._counters(txn)
+
+    def _counters(self, txn: Any) -> Counters:
+        data = txn.get(b"counters", db=self._meta)
         if data is None:
             raise StoreError(f"{self.path} has no counters")
         try:
@@ -187,6 +190,16 @@ class Index:
         with _typed("scanning"), self._env.begin(db=self._more) as txn:
             for key, data in txn.cursor():
                 yield key, unpack_more(data)
+
+    def wrong(self, counters: Counters | None = None) -> list[str]:
+        """What ``check_rows`` finds in one snapshot; by default with the counters in it, which
+        another process may be changing."""
+        with _typed("checking"), self._env.begin() as txn:
+            data = b"".join(value for _, value in txn.cursor(db=self._rows))
+            if len(data) % ROW.itemsize:
+                return ["the index holds a row of a wrong length"]
+            more = {key: unpack_more(value) or [] for key, value in txn.cursor(db=self._more)}
+            return check_rows(np.frombuffer(data, ROW), more, counters or self._counters(txn))
 
     def used_bytes(self) -> int:
         """Length of the part of the file that holds data; the rest is reserve."""

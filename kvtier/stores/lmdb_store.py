@@ -28,9 +28,9 @@ from kvtier.stores import opening
 from kvtier.stores.codec import Codec
 from kvtier.stores.directory import Names
 from kvtier.stores.files import FileIO, FileLock
-from kvtier.stores.index import Counters, Found, Index, check_rows
+from kvtier.stores.index import Counters, Found, Index
 from kvtier.stores.payload import PayloadReader, PayloadWriter, Verdict
-from kvtier.stores.record import QUARANTINED, ROW, STORED, store_id
+from kvtier.stores.record import QUARANTINED, STORED, store_id
 from kvtier.stores.recovery import Inspect, Mark, write_mark
 from kvtier.stores.scan import inspect_in_child
 
@@ -260,15 +260,11 @@ class LmdbStore:
             return self._index.counters
 
     def check(self) -> None:
-        """Raise InvariantError naming everything that does not add up.  O(records); in a reader
-        only while nobody writes."""
+        """Raise InvariantError naming everything that does not add up.  O(records)."""
         with self._operation(), self._changing:
             if not self._write:
                 self._index.reload()
-            parts = list(self._index.chunks())
-            rows = np.concatenate(parts) if parts else np.empty(0, ROW)
-            more = {key: slots or [] for key, slots in self._index.more()}
-            wrong = check_rows(rows, more, self._index.counters)
+            wrong = self._index.wrong(self._index.counters if self._write else None)
             if self._write and self._slots.used != self._index.counters.frames:
                 wrong.append(
                     f"{self._slots.used} slots are taken, records have "
