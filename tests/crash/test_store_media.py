@@ -17,6 +17,7 @@ from kvtier.errors import ConfigError, KVTierError, StoreError
 from kvtier.stores import LmdbStore
 from tests.crash.kit import (
     FRAME,
+    FaultyIO,
     bytes_under,
     chain,
     checkpoint,
@@ -180,6 +181,40 @@ def test_a_read_only_file_system(small_disk: Path) -> None:
     with open_store(small_disk, mode="read") as store:
         assert fetch(store, chain(1, 4)) == [True] * 3 + [False]
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+
+
+def test_room_that_was_had_in_part_is_given_back(tmp_path: Path) -> None:
+    """Where the file system fills up in the middle of enlarging a file."""
+
+    class HalfFull(FaultyIO):
+        full = False
+
+        def allocate(self, fd: int, size: int) -> None:
+            if not self.full:
+                return super().allocate(fd, size)
+            super().allocate(fd, size // 2)
+            raise OSError(errno.ENOSPC, "full")
+
+    io = HalfFull()
+    with open_store(tmp_path, io=io) as store:
+        io.full = True
+        with pytest.raises(StoreError):
+            store.put_group(chain(1, 2))
+        assert (store_dir(tmp_path) / "slab-00000").stat().st_size == 0
+        io.full = False
+        store.put_group(chain(1, 2))
+        assert fetch(store, chain(1, 2)) == [True] * 2
+        store.check()
+
+
+def test_a_rank_that_holds_more_than_its_part_is_respected(tmp_path: Path) -> None:
+    """Rank 0 was filled under a larger limit and is closed; rank 1 gets what it leaves."""
+    with open_store(tmp_path, rank=0, world=2, limit_bytes=8 << 20) as store:
+        store.put_group([record((i,)) for i in range(store.capacity)])
+    limit = 6 << 20
+    with open_store(tmp_path, rank=1, world=2, limit_bytes=limit) as store:
+        store.put_group([record((i,)) for i in range(store.capacity)])
+        assert bytes_under(tmp_path) <= limit
 
 
 # -- the index -----------------------------------------------------------------------------------
