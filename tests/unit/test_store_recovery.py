@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import lmdb
@@ -10,6 +11,7 @@ import pytest
 
 from kvtier.errors import StoreError
 from kvtier.stores import LmdbStore, fsck, list_stores
+from kvtier.stores.files import write_file
 from kvtier.stores.index import check_rows
 from kvtier.stores.record import (
     ROW,
@@ -408,6 +410,25 @@ def test_a_module_of_the_user_does_not_reach_the_child(
     monkeypatch.syspath_prepend(str(project))
     monkeypatch.setenv("PYTHONPATH", str(project))
     assert inspect_in_child(str(store_dir(filled) / "index.mdb"), STORE).status == SOUND
+
+
+@pytest.mark.parametrize("counters", [b"{", b"[1]", b'{"rows": 1}', b"\xff"])
+def test_counters_damaged_under_a_process(filled: Path, counters: bytes) -> None:
+    with open_store(filled) as store:
+        with store._index._env.begin(write=True) as txn:
+            txn.put(b"counters", counters, db=store._index._meta)
+        with pytest.raises(StoreError, match="damaged"):
+            store._index.reload()
+        store._abandon()
+
+
+def test_a_file_written_in_pieces_is_whole(tmp_path: Path) -> None:
+    class Short(FaultyIO):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            return super().pwritev(fd, [buffers[0][:3]], offset)
+
+    write_file(Short(), str(tmp_path / "file"), b"0123456789")
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
 
 
 def test_damaged_rows_are_told(filled: Path) -> None:
