@@ -36,6 +36,13 @@ def packed(tokens: Sequence[int]) -> TokenBuffer:
     return TokenBuffer(np.array(tokens, dtype="<i4").tobytes())
 
 
+def plain(pages: set[Page]) -> set[tuple[Identity, tuple[int, ...]]]:
+    """The same pages by their tokens alone."""
+    return {
+        (who, tuple(i if isinstance(i, int) else i[0] for i in prefix)) for who, prefix in pages
+    }
+
+
 class FakeServer:
     """Requests against a core over fake bytes.  ``build`` first."""
 
@@ -360,7 +367,7 @@ class FakeServer:
     def restart(self) -> None:
         """The process dies wherever it is, handles and all; a new one opens what the disk has."""
         self.life += 1
-        self.until = {}  # the disk knows no time to live
+        self.until = dict.fromkeys(plain(self.once), NEVER)  # the disk knows no time to live
         if any(o.kind is OpKind.DROP for o in self.plane.live.values()):
             self.epoch, self.published = 0, set(self.once)  # a clear that was not finished
             REACHED["died before a deletion"] += 1
@@ -395,12 +402,9 @@ class FakeServer:
 
     def check_published(self) -> None:
         """Nobody but leases that write puts anything into the tree or on disk (A12)."""
-        plain = {
-            (who, tuple(i if isinstance(i, int) else i[0] for i in prefix))
-            for who, prefix in self.published
-        }
+        published = plain(self.published)
         for page, _ in self.pages():
-            assert page in plain, f"nobody has published {page}"
+            assert page in published, f"nobody has published {page}"
 
     def check_counters(self) -> None:
         """I1 in numbers, from first principles; what only grows; hits + computed = prompts."""

@@ -1005,3 +1005,56 @@ def test_host_pages_on_the_way_up_stay_behind_their_parent() -> None:
     made.drain()
     made.sound()
     assert rec.length == 6
+
+
+def test_a_store_that_failed_half_way_has_stored_nothing() -> None:
+    """C4: all or none, whatever number of parts is reported."""
+    made = plain(cpu=8, disk=8)
+    made.serve([1, 2, 3, 4, 5, 6], chunk=6)
+    made.end(min(made.plane.live))
+    ((op_id, store),) = made.plane.live.items()
+    assert store.kind is OpKind.STORE and len(store.parts) == 3
+    made.plane.finish(op_id, 0)
+    made.run(made.core.finish(op_id, 2, True))
+    made.sound()
+    assert made.core.residency.disk is not None and made.core.residency.disk.rows == 0
+    assert made.core.stats().tiers[Tier.DISK].faults == 1
+
+
+def test_a_failed_read_says_nothing_of_its_source() -> None:
+    """D11: the lease settles for less, and the next one may find the pages again."""
+    made = plain(cpu=8, disk=8)
+    made.serve([1, 2, 3, 4])
+    made.drain()
+    made.cold(Tier.GPU, Tier.CPU)
+    rec = lease(made, [1, 2, 3, 4, 5])
+    made.end(min(made.plane.live), 1)  # the medium failed
+    made.drain()
+    assert rec.state is LeaseState.ACTIVE and rec.length == 2
+    disk = made.core.stats().tiers[Tier.DISK]
+    assert (disk.faults, disk.quarantined, disk.resident) == (1, 0, 2)
+    again = lease(made, [1, 2, 3, 4, 6])
+    made.drain()
+    assert again.length == 4
+    made.sound()
+
+
+def test_a_failed_deletion_is_asked_for_again() -> None:
+    """Its frames stay counted until then: the limit is hard."""
+    made = plain(cpu=8, disk=2)
+    made.serve([1, 2])
+    made.drain()
+    made.run(made.core.evict(Tier.DISK, 1)[1])
+    ((op_id, drop),) = made.plane.live.items()
+    assert drop.kind is OpKind.DROP
+    made.end(op_id, 0)
+    made.sound()
+    assert len(made.disk.records) == 1
+    assert made.core.stats().tiers[Tier.DISK].quarantined == 1
+    made.serve([3, 4])
+    made.end(min(made.plane.live))
+    assert [o.kind for o in made.plane.live.values()] == [OpKind.DROP, OpKind.STORE]
+    made.drain()
+    made.sound()
+    assert made.core.stats().tiers[Tier.DISK].quarantined == 0
+    assert len(made.disk.records) == 1
