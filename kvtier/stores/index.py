@@ -55,7 +55,7 @@ class Counters:
     bytes: int = 0
     """Payload bytes of all records, before any codec."""
     seq: int = 0
-    """Publishes so far."""
+    """Of the last publish: the opening it belongs to, times 2**32, and its number in it."""
     tick: int = 0
     """Of the youngest record."""
 
@@ -244,6 +244,13 @@ class Index:
                 raise
         self.counters = counters
         self._io.point("index:committed")
+
+    def begin_epoch(self) -> int:
+        """A number beyond every one that a slot may carry, also from publishes that failed or were
+        cut off; count on from it.  Durable when it returns."""
+        with self.update("opening") as change:
+            change.counters.seq = ((change.counters.seq >> 32) + 1) << 32
+        return self.counters.seq
 
     def fill(self, records: Sequence[Found], counters: Counters) -> None:
         """Write all records of an empty index, in one transaction; they come in key order."""

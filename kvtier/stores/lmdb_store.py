@@ -105,6 +105,7 @@ class LmdbStore:
         self._about = about
         self._lock = opened.lock
         self._index: Index = opened.index
+        self._seq = opened.seq
         self._slabs = opened.slabs
         self._slots = opened.slots
         self._entries = opened.entries
@@ -376,8 +377,8 @@ class LmdbStore:
 
     def _publish(self, records: Sequence[Record], slots: list[int]) -> list[int]:
         """Write, sync, publish.  Returns the slots of records that were replaced."""
-        counters = self._index.counters
-        seq, tick = counters.seq + 1, counters.tick + 1
+        self._seq += 1  # also when it fails: two lives of a key never carry one number
+        seq, tick = self._seq, self._index.counters.tick + 1
         rows = self._writer.write(records, slots, seq=seq, tick=tick)
         self._io.point("put:written")
         self._slabs.sync()

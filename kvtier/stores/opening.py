@@ -52,6 +52,8 @@ class Opened:
     entries: npt.NDArray[np.void] | None
     """What the opening pass read, for the first scan."""
     capacity: int
+    seq: int
+    """Publishes count on from here."""
 
 
 def entries_of(rows: Rows) -> npt.NDArray[np.void]:
@@ -151,7 +153,8 @@ def _open_files(io: FileIO, about: About, quota: Quota, lock: FileLock, inspect:
         taken = slots.highest() + 1
         if taken or slabs.allocated:
             slabs.mend(max(taken, slabs.allocated))
-        return Opened(lock, index, slabs, slots, entries, quota.capacity)
+        seq = index.begin_epoch()
+        return Opened(lock, index, slabs, slots, entries, quota.capacity, seq)
     except BaseException:
         if index is not None:
             index.close()
@@ -234,7 +237,7 @@ def open_reader(io: FileIO, about: About, inspect: Inspect) -> Opened:
         _admit(about)
         slabs = Slabs(io, names.directory, about.frame_bytes, write=False)
         index = reopen_index(io, about, inspect)
-        return Opened(None, index, slabs, SlotMap(0), None, _capacity(about, slabs))
+        return Opened(None, index, slabs, SlotMap(0), None, _capacity(about, slabs), 0)
     except OSError as error:
         if slabs is not None:
             slabs.close()

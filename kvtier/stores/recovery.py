@@ -168,7 +168,10 @@ def rebuild(io: FileIO, names: Names, store: bytes, slabs: Slabs, map_bytes: int
     slots were not written since come back, unless the store was empty in between; they are still
     what their keys say.
     """
-    records, counters = _connected(_whole(_headers(slabs, store)))
+    headers = _headers(slabs, store)
+    records = _connected(_whole(headers))
+    # Also of those that are not whole: what is written from now on is later than all of them.
+    counters = Counters(seq=max((header.seq for _, header in headers), default=0))
     # Where the limit was lowered there may be more records than it has rows for; they go later.
     map_bytes = max(map_bytes, INDEX_BASE + slabs.allocated * INDEX_ROW)
     spare = Index(io, names.file(_SPARE), map_bytes, store, write=True)
@@ -234,7 +237,7 @@ def _whole(headers: list[tuple[int, Header]]) -> dict[bytes, Found]:
     return records
 
 
-def _connected(records: dict[bytes, Found]) -> tuple[list[Found], Counters]:
+def _connected(records: dict[bytes, Found]) -> list[Found]:
     """Those that hang on a first page through records that are there, in key order."""
     children: dict[bytes, int] = {}
     kept: dict[bytes, Found] = {}
@@ -244,9 +247,7 @@ def _connected(records: dict[bytes, Found]) -> tuple[list[Found], Counters]:
                 continue
             children[row.parent] = children.get(row.parent, 0) + 1
         kept[row.key] = (row, slots)
-    counters = Counters(seq=max((row.seq for row, _ in records.values()), default=0))
-    ordered = [
+    return [
         (row._replace(children=children.get(key, 0)), slots)
         for key, (row, slots) in sorted(kept.items())
     ]
-    return ordered, counters

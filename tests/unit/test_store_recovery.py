@@ -288,6 +288,32 @@ def test_what_is_written_after_a_rebuild_is_later_than_what_was_found(tmp_path: 
         store.check()
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_publish_that_came_to_nothing_leaves_no_life(tmp_path: Path, killed: bool) -> None:
+    """Slots written for a publish that was cut off, or failed, lie on disk with whole headers; the
+    one that succeeded afterwards is later, and parts of the two are never taken for one record."""
+    io = FaultyIO()
+    store = open_store(tmp_path, io=io)
+    store.put_group(chain(1, 1))
+    if killed:
+        io.crash_at = ("put:synced", 0)
+        with pytest.raises(Crash):
+            store.put_group([*chain(2, 2), checkpoint((2,))])
+        store._abandon()
+        store = open_store(tmp_path, io=io)
+    else:
+        io.fail("commit", OSError(28, "full"))
+        with pytest.raises(StoreError):
+            store.put_group([*chain(2, 2), checkpoint((2,))])
+    wanted = [record((2,), life=1), checkpoint((2,), life=1)]
+    store._slots.take(1, 10)  # so that other slots are used
+    store.put_group(wanted)
+    store._abandon()
+    with rebuilt(tmp_path) as store:
+        assert fetch(store, [*chain(1, 1), *wanted]) == [True] * 3
+        store.check()
+
+
 def test_only_what_hangs_together_is_rebuilt(filled: Path) -> None:
     slab = store_dir(filled) / "slab-00000"
     flip(slab, 1 * (4096 + FRAME) + 60)  # header of page (1, 1)
