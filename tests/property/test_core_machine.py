@@ -331,6 +331,21 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
                 parts = len(self.plane.live[op_id].parts)
                 self.end(op_id, data.draw(st.sampled_from([None, 0, parts - 1])))
 
+    @precondition(lambda self: self.disk.records and self.ever)
+    @rule(data=st.data(), early=st.booleans())
+    def found_bad(self, data: Any, early: bool) -> None:
+        """Aim: a record goes bad while a prefetch and a lease are both reading it."""
+        self.cold(Tier.GPU, Tier.CPU)
+        who, tokens, placed = self.known(data)
+        self.run(self.core.prefetch(packed(tokens), who, placed)[1], data.draw(st.booleans()))
+        self.open([*tokens, 1], who, spans=placed, early=early)
+        self.corrupt(data)
+        todo = [i for i, o in self.plane.live.items() if o.kind is OpKind.RESTORE]
+        for op_id in data.draw(st.permutations(todo)):
+            if op_id in self.plane.live:
+                self.end(op_id)
+        REACHED["found bad by two"] += len(todo) > 1
+
     @precondition(lambda self: self.core.leases)
     @rule(data=st.data(), fail=st.integers(0, 9), size=st.integers(1, 3))
     def step_some(self, data: Any, fail: int, size: int) -> None:
@@ -523,6 +538,10 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
             for tier in ALL_TIERS:
                 self.run(self.core.evict(tier, 99)[1])
             assert self.core.match(packed(tokens), who, placed).history_tokens >= rec.tokens
+            if rec.tail is not None:  # and so does the deepest place to resume at
+                found = self.core.match(packed([*tokens, 0]), who, placed)
+                assert found.tokens >= rec.tail.depth * self.geometry.page_tokens
+                REACHED["pinned a checkpoint"] += 1
             REACHED["pinned and evicted"] += rec.tokens > 0
         return self.life, rec
 
@@ -564,8 +583,13 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
 
     @precondition(lambda self: self.disk.records)
     @rule(data=st.data())
-    def corrupt(self, data: Any) -> None:
+    def corrupt_one(self, data: Any) -> None:
         """A record goes bad: it must become a miss, and what needs it must go too."""
+        self.corrupt(data)
+
+    def corrupt(self, data: Any) -> None:
+        if not self.disk.records:
+            return
         key = data.draw(st.sampled_from(sorted(self.disk.records)))
         parent, depth, frames, tail, tokens, _ = self.disk.records[key]
         self.disk.records[key] = (parent, depth, frames, tail, tokens, None)
@@ -624,7 +648,7 @@ EVERYWHERE = (
     "cleared during pack", "cleared during restore", "cleared during store",
     "cleared during drop", "prefetch in flight", "prefetch cancelled", "pinned and evicted",
     "restoring with a reserve", "restarted with pages on disk", "found after a restart",
-    "corrupted", "replayed", "expired",
+    "corrupted", "replayed", "expired", "pinned a checkpoint", "found bad by two",
 )  # fmt: skip
 SELDOM = {"resume refused": 20, "partial drop": 20, "died before a deletion": 20}
 LEAST = dict.fromkeys(EVERYWHERE, 100) | SELDOM

@@ -1058,3 +1058,47 @@ def test_a_failed_deletion_is_asked_for_again() -> None:
     made.sound()
     assert made.core.stats().tiers[Tier.DISK].quarantined == 0
     assert len(made.disk.records) == 1
+
+
+def test_a_page_found_bad_by_one_while_another_restores_it() -> None:
+    """I6: what nobody can match any more is nobody's child, though a lease still holds it."""
+    made = plain(cpu=8, disk=8)
+    made.serve([1, 2, 3, 4, 5, 6])
+    made.drain()
+    made.cold(Tier.GPU, Tier.CPU)
+    pre, ops = made.core.prefetch(packed([1, 2, 3, 4, 5, 6]))
+    made.run(ops)
+    rec = lease(made, [1, 2, 3, 4, 5, 6, 7], early=True)  # has read the record before it went bad
+    first, second = sorted(made.plane.live)
+    key = page_key(chain_root(b"c" * 16, Identity()), packed([1, 2]).data)
+    key = page_key(key, packed([3, 4]).data)
+    parent, depth, frames, tail, tokens, _ = made.disk.records[key]
+    made.disk.records[key] = (parent, depth, frames, tail, tokens, None)
+    made.end(first)
+    assert pre.done and pre.tokens == 2
+    made.sound()
+    made.end(second)
+    made.sound()
+    assert rec.length == 2
+    made.drain()
+    made.sound()
+
+
+def test_a_pin_keeps_its_deepest_checkpoint() -> None:
+    """Pages that nobody could resume at would be kept for nothing."""
+    made = tails(gpu=8, cpu=12, disk=12)
+    made.serve([1, 2, 3, 4, 5, 6])
+    made.drain()
+    pin = made.core.pin(packed([1, 2, 3, 4]))
+    for tier in (Tier.GPU, Tier.CPU, Tier.DISK):
+        made.run(made.core.evict(tier, 99)[1])
+        made.sound()
+    found = made.core.match(packed([1, 2, 3, 4, 9]))
+    assert found.tokens == found.history_tokens == 4
+    rec = lease(made, [1, 2, 3, 4, 9])
+    made.drain()
+    assert rec.length == 4
+    made.run(made.core.release(rec))
+    made.run(made.core.unpin(pin))
+    made.cold(Tier.GPU, Tier.CPU, Tier.DISK)
+    assert made.core.residency.tree.num_nodes == 0 and not made.disk.records
