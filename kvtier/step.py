@@ -153,8 +153,8 @@ class Step:
             self._rows = {each: row for row, each in enumerate(self.leases)}
         row = self._rows.get(lease)
         if row is None:
-            raise LeaseError(f"lease {lease.label!r} is not in this step")
-        if not 0 <= n <= self._counts[row]:
+            raise LeaseError(f"{lease!r} is not in this step")
+        if not isinstance(n, int) or not 0 <= n <= self._counts[row]:
             raise LeaseError(
                 f"cannot accept {n} of the {self._counts[row]} tokens of lease {lease.label!r}"
             )

@@ -82,7 +82,8 @@ class Stepping:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        assert self._step is not None
+        if self._step is None:
+            raise LeaseError("this step was never entered: use it in a with block")
         self._step._ended = True
         try:
             # Also after an exception: what the block has queued still runs, on pages that may
@@ -141,6 +142,8 @@ def _pairs(
         leases, chunks = zip(*pairs, strict=True)
     except (TypeError, ValueError) as error:
         raise LeaseError("a step takes (lease, tokens) pairs") from error
+    for kind in set(map(type, leases)) - {Lease}:
+        raise LeaseError(f"a step takes (lease, tokens) pairs, got a {kind.__name__} for a lease")
     return leases, chunks
 
 

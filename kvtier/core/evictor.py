@@ -170,7 +170,7 @@ class Evictor:
                 or up.readers
                 or not up.ready
                 or copies[slot + CHECKPOINT] is not None
-                or (slot == GPU and (below := copies[CPU]) is not None and below.writer)
+                or (slot == GPU and any(c is not None and c.writer for c in copies[CPU:CHECKPOINT]))
             ):
                 break
             out.append(up)

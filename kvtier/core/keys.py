@@ -43,7 +43,8 @@ def chain_base(layout_fingerprint: bytes, model: bytes) -> bytes:
 def chain_root(base: bytes, identity: Identity) -> bytes:
     """The chain's first link: parent of every first page of this identity."""
     tenant, adapter = (
-        None if text is None else text.encode() for text in (identity.tenant, identity.adapter)
+        None if text is None else text.encode("utf-8", "surrogatepass")
+        for text in (identity.tenant, identity.adapter)
     )
     return _digest(b"kvtier root 1", base, tenant, adapter, identity.salt)
 
@@ -61,7 +62,15 @@ def checkpoint_key(page: bytes) -> bytes:
 
 
 def check_spans(spans: Sequence[Span], num_tokens: int) -> tuple[Span, ...]:
-    """Sorted spans; raises TokenError if one is empty, overlaps another or lies outside."""
+    """Sorted spans; raises TokenError if one is malformed, empty, overlaps another or lies outside
+    the tokens."""
+    if not isinstance(spans, Sequence):
+        raise TokenError(f"spans must be a sequence of Span, got {type(spans).__name__}")
+    for span in spans:
+        if not isinstance(span, Span) or not isinstance(span.digest, bytes):
+            raise TokenError(f"a span is a Span(start, stop, digest: bytes), got {span!r}")
+        if type(span.start) is not int or type(span.stop) is not int:
+            raise TokenError(f"a span starts and stops at ints, got {span!r}")
     ordered = tuple(sorted(spans, key=lambda s: s.start))
     end = 0
     for span in ordered:

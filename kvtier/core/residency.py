@@ -463,8 +463,7 @@ class Residency:
         if slot == GPU:
             if node.pins or (tail is not None and not self.evictable(tail)):
                 return False
-            below = node.copies[CPU]
-            if below is not None and below.writer:
+            if any(c is not None and c.writer for c in node.copies[CPU:CHECKPOINT]):
                 return False  # what is promised below must be confirmed first
         elif tail is not None:
             return False
