@@ -25,7 +25,7 @@ import numpy.typing as npt
 import kvtier
 from kvtier.core.keys import chain_root, checkpoint_key, page_key
 from kvtier.errors import KVTierError, StoreError, StoreLocked, TokenError
-from kvtier.stores import LmdbStore, StoreInfo, directory, fsck, list_stores
+from kvtier.stores import FsckReport, LmdbStore, StoreInfo, directory, fsck, list_stores
 from kvtier.tokens import TOKEN_BYTES, TokenBuffer, pack
 from kvtier.types import Identity
 
@@ -50,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (KVTierError, OSError) as error:
-        print(f"kvtier: {error}", file=sys.stderr)
+        told = str(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            told = f"{error.filename}: {error.strerror.lower()}"
+        print(f"kvtier: {told}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("kvtier: interrupted", file=sys.stderr)
@@ -141,6 +144,9 @@ def _ls(options: argparse.Namespace) -> int:
     if options.json:
         _print_json([_plain(info) for info in found])
         return OK
+    if not found:
+        print(_no_stores(options.path))
+        return OK
     rows = [
         [
             Path(info.path).name,
@@ -162,6 +168,9 @@ def _stat(options: argparse.Namespace) -> int:
     if options.json:
         _print_json({"path": str(options.path), "bytes": total, "stores": stores})
         return OK
+    if not stores:
+        print(_no_stores(options.path))
+        return OK
     for store in stores:
         print(store["store"])
         for name, value in store.items():
@@ -169,7 +178,7 @@ def _stat(options: argparse.Namespace) -> int:
                 shown = _size(value) if "bytes" in name and isinstance(value, int) else value
                 print(f"  {name.replace('_', ' '):15} {'?' if shown is None else shown}")
         print()
-    print(f"{len(stores)} stores, {_size(total)}")
+    print(f"{_counted(len(stores), 'store')}, {_size(total)}")
     return OK
 
 
@@ -240,8 +249,11 @@ class _Chain:
 def _explain(options: argparse.Namespace) -> int:
     tokens = read_tokens(options.tokens)
     identity = Identity(tenant=options.tenant, adapter=options.adapter, salt=options.salt)
-    print(f"{len(tokens)} tokens")
     stores = list_stores(options.path)
+    if not stores:
+        print(_no_stores(options.path))
+        return OK
+    print(_counted(len(tokens), "token"))
     status = OK
     for info in stores:
         name = Path(info.path).name
@@ -264,8 +276,6 @@ def _explain(options: argparse.Namespace) -> int:
             print(f"  checkpoints at token {', '.join(map(str, found.checkpoints))}")
         if found.pages < whole:
             print(f"  the page at token {held} is not here")
-    if not stores:
-        print("no stores")
     return status
 
 
@@ -293,27 +303,70 @@ def _follow(tokens: TokenBuffer, root: bytes, entries: npt.NDArray[np.void]) -> 
 
 
 def _fsck(options: argparse.Namespace) -> int:
+    before = _records(options.path) if options.repair else {}
     with _Bar("verifying") as bar:
         reports = fsck(options.path, repair=options.repair, progress=bar.show)
+    if not reports:
+        print(_no_stores(options.path))
+        return OK
     status = OK
+    in_use = failed = 0
     for report in reports:
         name = Path(report.path).name
         if report.state == "open":
-            print(f"{name}: in use by another process, not checked")
+            in_use += 1
             status = status or FAILED
-            continue
-        wrong = [] if report.index == "sound" else [f"index: {report.index}"]
-        if report.damaged:
-            wrong.append(f"{len(report.damaged)} damaged records")
-        if report.quarantined:
-            wrong.append(f"{report.quarantined} quarantined frames")
-        outcome = "; ".join(wrong) or "sound"
-        if wrong:
+            print(f"{name}: in use by another process, not checked")
+        elif _cannot_be_checked(report, options.repair):
+            failed += 1
             status = FOUND
-            outcome += " (repaired)" if report.repaired else " (--repair removes what is bad)"
-        print(f"{name}: {report.records} records, {outcome}")
-    print(f"{len(reports)} stores checked" if reports else "no stores")
+            print(f"{name}: not checked: {report.index}")
+        else:
+            wrong = _wrong(report)
+            outcome = "; ".join(wrong) or "sound"
+            if wrong:
+                status = FOUND
+                outcome += f" ({_remedy(report, before.get(report.path))})"
+            print(f"{name}: {_counted(report.records, 'record')}, {outcome}")
+    totals = [f"{_counted(len(reports) - in_use - failed, 'store')} checked"]
+    totals += [f"{in_use} in use"] if in_use else []
+    totals += [f"{failed} could not be checked"] if failed else []
+    print(", ".join(totals))
     return status
+
+
+def _records(path: Path) -> dict[str, int]:
+    """How many records each store has, where that can be told."""
+    return {
+        info.path: info.pages + info.checkpoints
+        for info in list_stores(path)
+        if info.pages is not None and info.checkpoints is not None
+    }
+
+
+def _cannot_be_checked(report: FsckReport, repair: bool) -> bool:
+    """Repairing would not help: a newer format, a damaged description, or it was tried."""
+    if report.index == "sound" or report.repaired:
+        return False
+    return repair or "newer kvtier" in report.index or report.index.startswith("about.json")
+
+
+def _wrong(report: FsckReport) -> list[str]:
+    wrong = [] if report.index == "sound" else [f"index: {report.index}"]
+    if report.damaged:
+        wrong.append(_counted(len(report.damaged), "damaged record"))
+    if report.quarantined:
+        wrong.append(_counted(report.quarantined, "quarantined frame"))
+    return wrong
+
+
+def _remedy(report: FsckReport, before: int | None) -> str:
+    """What repairing did, or would do.  ``before``: records there were, None if unknown."""
+    if not report.repaired:
+        return "--repair removes what is bad"
+    if before is None or report.index != "sound":  # a rebuilt index may hold others
+        return "repaired"
+    return f"repaired: {_counted(before - report.records, 'record')} dropped in all"
 
 
 class _Bar:
@@ -338,7 +391,8 @@ class _Bar:
             return
         self._shown = percent
         filled = "#" * (percent * 30 // 100)
-        sys.stderr.write(f"\r{self._label} [{filled:30}] {percent:3}% of {total}")
+        line = f"{self._label} [{filled:30}] {percent:3}% of {total}"
+        sys.stderr.write("\r" + line[: shutil.get_terminal_size().columns - 1] + "\033[K")
         sys.stderr.flush()
 
 
@@ -352,7 +406,10 @@ def _rm(options: argparse.Namespace) -> int:
     stores = {Path(names.directory).name: names for names in directory.names_in(root)}
     names = stores.get(options.store)
     if names is None:
-        raise StoreError(f"{root} has no store {options.store!r}; it has {sorted(stores)}")
+        if not stores:
+            raise StoreError(_no_stores(options.path))
+        held = ", ".join(sorted(stores))
+        raise StoreError(f"{root} has no store {options.store!r}; it has {held}")
     # Both locks for as long as it takes: nobody opens it, or counts its bytes, half way.
     with directory.directory_lock(root, create=False):
         gate = directory.gate(names, shared=False)
@@ -384,6 +441,14 @@ def _plain(info: StoreInfo) -> dict[str, object]:
     return asdict(info) | {"fingerprint": info.fingerprint.hex()}
 
 
+def _no_stores(path: Path) -> str:
+    return f"no stores in {path} (is this the cache's disk_path?)"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _count(value: int | None) -> str:
     return "?" if value is None else str(value)
 
@@ -404,19 +469,28 @@ def read_tokens(source: str) -> TokenBuffer:
     """Token ids from a ``.npy`` file, or from text: a JSON list, or ids with anything of spaces,
     commas and line ends between them; "-" is standard input.
 
-    Raises TokenError for what is not a list of ids, OSError for what cannot be read.
+    Raises TokenError for what is not a list of ids or has none, OSError for what cannot be read.
     """
-    if source.endswith(".npy"):
-        try:
-            return pack(np.load(source, allow_pickle=False))
-        except ValueError as error:
-            raise TokenError(f"{source}: {error}") from error
-    text = sys.stdin.read() if source == "-" else Path(source).read_text(errors="replace")
-    words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+    name = "standard input" if source == "-" else source
     try:
-        return pack([int(word) for word in words])
-    except ValueError as error:  # TokenError is one
-        raise TokenError(f"{source}: {error}") from error
+        if source.endswith(".npy"):
+            tokens = pack(np.load(source, allow_pickle=False))
+        else:
+            text = sys.stdin.read() if source == "-" else Path(source).read_text(errors="replace")
+            words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+            tokens = pack([_token(word) for word in words])
+    except (ValueError, EOFError) as error:  # TokenError is a ValueError
+        raise TokenError(f"{name}: {error}") from error
+    if not len(tokens):
+        raise TokenError(f"{name}: no token ids")
+    return tokens
+
+
+def _token(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError as error:
+        raise TokenError(f"{word!r} is not a token id") from error
 
 
 def _hex(text: str) -> bytes:

@@ -1,5 +1,6 @@
 """The command line over real stores: what it prints, and with which status it ends."""
 
+import io
 import json
 import subprocess
 import sys
@@ -128,7 +129,7 @@ def test_tools_work_beside_a_writer(
         assert main(["explain", str(directory), "--tokens", prompt]) == 0
         assert f"{PAGE} tokens, 1 of 5 pages" in capsys.readouterr().out
         assert main(["fsck", str(directory)]) == 2
-        assert "in use" in capsys.readouterr().out
+        assert capsys.readouterr().out.endswith("\n0 stores checked, 1 in use\n")
 
 
 def test_explain_follows_the_identity(
@@ -171,9 +172,11 @@ def test_fsck_finds_damage_and_repairs_it(
     data[data.index(damaged) + 5] ^= 0x40
     slab.write_bytes(data)
     assert main(["fsck", str(directory)]) == 1
-    assert "1 damaged records (--repair" in capsys.readouterr().out
+    assert "1 damaged record (--repair removes what is bad)" in capsys.readouterr().out
     assert main(["fsck", str(directory), "--repair"]) == 1
-    assert "(repaired)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "1 damaged record (repaired: 3 records dropped in all)" in out  # page 2, what needs it
+    assert out.endswith("\n1 store checked\n")
     assert main(["fsck", str(directory)]) == 0
     capsys.readouterr()
     assert main(["explain", str(directory), "--tokens", prompt, "--tenant", "acme"]) == 0
@@ -187,18 +190,20 @@ def test_rm_removes_one_closed_store(directory: Path, capsys: pytest.CaptureFixt
         store.put_group([page])
     name, kept = f"{BASE.hex()}-0of1", f"{other.hex()}-0of1"
     assert main(["rm", str(directory), "nothing"]) == 2
-    assert f"no store 'nothing'; it has ['{min(name, kept)}'" in capsys.readouterr().err
+    assert (
+        f"no store 'nothing'; it has {', '.join(sorted([name, kept]))}\n" in capsys.readouterr().err
+    )
     with another_process_writing(directory):
         assert main(["rm", str(directory), name]) == 2
         assert "in use" in capsys.readouterr().err
-    assert main(["explain", str(directory), "--tokens", "/dev/null"]) == 0
+    assert main(["explain", str(directory), "--tokens", "/dev/null"]) == 2
     assert (directory / name).is_dir()
     capsys.readouterr()
     assert main(["rm", str(directory), name]) == 0
     assert f"{name}: removed, " in capsys.readouterr().out
     assert not (directory / name).exists()
     assert main(["fsck", str(directory)]) == 0
-    assert f"{kept}: 1 records, sound" in capsys.readouterr().out
+    assert f"{kept}: 1 record, sound" in capsys.readouterr().out
     with open_store(directory) as store:  # and it can be made anew
         assert len(store.scan()) == 0
 
@@ -215,10 +220,50 @@ def test_an_interrupted_demo_prints_no_traceback(
     assert "interrupted" in capsys.readouterr().err
 
 
-def test_empty_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls", str(tmp_path)]) == 0
-    assert main(["fsck", str(tmp_path)]) == 0
-    assert "no stores" in capsys.readouterr().out
+def test_a_store_that_cannot_be_checked(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (about,) = directory.rglob("about.json")
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"format": 999}))
+    for more in ([], ["--repair"]):
+        assert main(["fsck", str(directory), *more]) == 1
+        line, totals = capsys.readouterr().out.splitlines()
+        assert ": not checked: " in line
+        assert "newer kvtier" in line
+        assert "--repair" not in line
+        assert totals == "0 stores checked, 1 could not be checked"
+
+
+def test_empty_directory(tmp_path: Path, prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    line = f"no stores in {empty} (is this the cache's disk_path?)\n"
+    for command in (["ls"], ["stat"], ["explain", "--tokens", prompt], ["fsck"]):
+        assert main([command[0], str(empty), *command[1:]]) == 0
+        assert capsys.readouterr().out == line
+    assert main(["rm", str(empty), "x"]) == 2
+    assert capsys.readouterr().err == f"kvtier: {line}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("1 x", "'x' is not a token id"), ("", "no token ids"), ("[]", "no token ids")],
+)
+def test_bad_tokens_on_standard_input(
+    text: str, said: str, directory: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert main(["explain", str(directory), "--tokens", "-"]) == 2
+    assert capsys.readouterr().err == f"kvtier: standard input: {said}\n"
+
+
+def test_a_file_of_tokens_that_is_not_there(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("nofile.json", "nofile.npy"):
+        assert main(["explain", str(directory), "--tokens", name]) == 2
+        assert capsys.readouterr().err.startswith(f"kvtier: {name}: no such file")
 
 
 @pytest.mark.parametrize("command", ["ls", "stat", "explain", "fsck", "rm"])
