@@ -82,7 +82,41 @@ def test_a_directory_that_cannot_be_used(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert demo.main(["--dir", str(tmp_path / "file")]) == 2
-    assert "not a directory" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "file is not a directory" in shown.err
+    assert shown.out == ""  # before anything is said or loaded
+
+
+def test_help_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo.main(["--help"])
+    assert "`" not in capsys.readouterr().out
+
+
+def test_the_bar_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(demo.sys.stderr, "isatty", lambda: True, raising=False)
+    bar = demo._Bar(2)
+    bar.turn(0, "Ann", 10)
+    bar.show("comparing with generate()")
+    bar.close()
+    drawn = capsys.readouterr().err.replace("\x1b[K", "").split("\r")
+    assert [len(line) for line in drawn][2:] == [59, 0]
+    assert max(map(len, drawn)) == 59
+
+
+def test_the_bar_without_a_terminal_ends_at_100_percent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bar = demo._Bar(2)
+    bar.turn(0, "Ann", 10)
+    bar.turn(1, "Ben", 10)
+    bar.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert lines[-1] == "100%  done"
 
 
 def killed(*_: object) -> None:

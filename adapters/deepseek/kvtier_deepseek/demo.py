@@ -20,6 +20,7 @@ from itertools import pairwise
 from multiprocessing import get_context
 from os import getpid
 from pathlib import Path
+from shutil import get_terminal_size
 from time import perf_counter
 from typing import Any
 
@@ -69,10 +70,15 @@ class Served:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo.  0 if all tokens are right and every tier has restored some, 1 if not, 2 if it
     could not run."""
-    parser = argparse.ArgumentParser(prog="kvtier demo", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="kvtier demo", description=(__doc__ or "").replace("``", "")
+    )
     parser.add_argument("--arch", choices=("v3", "v2"), default="v3", help="DeepSeek-V3 or V2")
     parser.add_argument("--dir", type=Path, help="keep the disk tier here (default: temporary)")
     options = parser.parse_args(argv)
+    if options.dir and options.dir.exists() and not options.dir.is_dir():
+        print(f"kvtier demo: {options.dir} is not a directory", file=sys.stderr)
+        return 2
     held = nullcontext(options.dir) if options.dir else tempfile.TemporaryDirectory()
     with held as directory:
         print(f"A random DeepSeek-{options.arch.upper()} model; disk tier in {directory}\n")
@@ -243,13 +249,19 @@ class _Bar:
 
     def close(self) -> None:
         if self._live:
-            sys.stderr.write(f"\r{'':100}\r")
+            sys.stderr.write("\r\x1b[K")
+        else:
+            sys.stderr.write("100%  done\n")
+        sys.stderr.flush()
 
     def _write(self, text: str, done: float, end: str = "") -> None:
         share = (self._turn + done) / self._turns
         bar = ("#" * round(share * self.WIDTH)).ljust(self.WIDTH, ".")
         line = f"[{bar}] {share:4.0%}  turn {self._turn + 1}/{self._turns}  {self._reader}  {text}"
-        sys.stderr.write(f"\r{line:100}" if self._live else line + end)
+        if self._live:  # cut to the terminal: what wraps is not written over
+            sys.stderr.write("\r" + line[: get_terminal_size().columns - 1] + "\x1b[K")
+        else:
+            sys.stderr.write(line + end)
         sys.stderr.flush()
 
 
@@ -277,10 +289,11 @@ def _verdict(first: Served, second: Served) -> int:
     ours = sum(turn.result.seconds for turn in turns)
     print(
         f"\n{prompts} prompt tokens in {len(turns)} turns, the longest {longest}: "
+        f"{computed} computed,\n"
         f"{restored[Tier.GPU]} restored from the device, {restored[Tier.CPU]} from the host, "
-        f"{restored[Tier.DISK]} from disk ({after_restart} of them after the restart), "
-        f"{computed} computed.\n{first.device_evictions + second.device_evictions} pages left the "
-        f"device and {first.host_evictions + second.host_evictions} the host on the way.  "
+        f"{restored[Tier.DISK]} from disk\n({after_restart} of them after the restart).\n"
+        f"{first.device_evictions + second.device_evictions} pages left the "
+        f"device and {first.host_evictions + second.host_evictions} the host on the way.\n"
         f"{ours:.1f} s here, {first.reference_s + second.reference_s:.1f} s by plain generate()."
     )
     checks = {
