@@ -126,7 +126,8 @@ class FakePlane:
 
     def pack(self, op_id: int) -> None:
         for i, part in enumerate(self.live[op_id].parts):
-            self.read[op_id, i] = self._source(part)
+            self.read[op_id, i] = value = self._source(part)
+            assert value not in (None, GARBAGE), "a pack reads what is not there"
 
     def can_finish(self, op_id: int) -> bool:
         """STORE and DROP take effect in the order of their start."""
@@ -149,12 +150,14 @@ class FakePlane:
         elif op.kind is OpKind.STORE:
             n = len(op.parts) if n == len(op.parts) else 0
             payloads = [self._source(p) for p in op.parts]
+            assert None not in payloads and GARBAGE not in payloads, "a store of what is not there"
             if n and not self.disk.put(op.parts, payloads, self.geometry.checkpoint_frames):
                 n = 0
         elif op.kind is OpKind.RESTORE:
             for i, part in enumerate(op.parts[:n]):
                 value = self.read.get((op_id, i), None) or self._source(part)
                 if value is None or value == GARBAGE:
+                    assert part.source is Tier.DISK, "a restore of what is not there"
                     n, self.bad_source = i, True
                     break
                 self._write(part, value)

@@ -72,6 +72,31 @@ def test_one_sweep_takes_what_single_steps_take() -> None:
         assert there(one, *prompts) == there(many, *prompts)
 
 
+def test_a_sweep_up_a_path_stops_where_it_is_more_recent() -> None:
+    made = small()
+    made.serve([1, 2])
+    made.serve([5])
+    twin = made.open([1, 9], read=False)  # uses the first page without finding it
+    assert twin is not None and made.step([twin], [[1]])
+    made.run(made.core.release(twin))
+    evict(made, 2)
+    assert there(made, [1, 2], [5]) == [1, 0]
+
+
+def test_a_sweep_up_a_path_stops_at_a_branch() -> None:
+    """Also at one whose other branch is older and cannot leave yet."""
+    made = small(cpu=8)
+    made.serve([1, 2], chunk=1)
+    made.end(min(made.plane.live))  # the first page is on the host, the second on its way
+    twin = made.open([1, 3, 9], read=False)
+    assert twin is not None and made.step([twin], [[1, 3]])
+    made.end(max(made.plane.live))
+    made.run(made.core.release(twin))
+    assert evict(made, 9) == 1
+    made.drain()
+    assert evict(made, 9) == 2
+
+
 def test_match_does_not_make_recent() -> None:
     made = small()
     made.serve([1])
