@@ -123,8 +123,8 @@ def _demo(arguments: Sequence[str]) -> int:
         arguments = arguments[1:]
     if not chosen:
         print(
-            "kvtier: no demo is installed; from a clone, `make demo` installs and runs it, "
-            'elsewhere `pip install "kvtier[deepseek]"` brings one',
+            "kvtier: no demo is installed; in a clone, `make demo` installs and runs one, "
+            'and `pip install ".[deepseek]"` installs it into your environment',
             file=sys.stderr,
         )
         return FAILED
