@@ -155,7 +155,7 @@ def make_model(arch: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError('the demo needs transformers: pip install transformers') from error
+        raise ImportError("the demo needs transformers: pip install transformers") from error
     logging.getLogger("transformers").setLevel(logging.ERROR)
     sizes: dict[str, Any] = {
         "vocab_size": 256,
