@@ -1106,3 +1106,15 @@ def test_a_pin_keeps_its_deepest_checkpoint(cpu: int, disk: int) -> None:
     made.run(made.core.unpin(pin))
     made.cold(Tier.GPU, Tier.CPU, Tier.DISK)
     assert made.core.residency.tree.num_nodes == 0 and not made.disk.records
+
+
+def test_only_checkpoints_worth_keeping_go_to_disk() -> None:
+    """H1: what Sparse would not keep stays in host memory."""
+    made = tails(cpu=16, disk=16, gpu_checkpoints=8)
+    made.serve([1] * 12, chunk=12)
+    made.drain()
+    report = made.core.explain(packed([1] * 13))
+    assert [Tier.CPU in page.checkpoint_tiers for page in report] == [True] * 6
+    on_disk = [page.start // 2 + 1 for page in report if Tier.DISK in page.checkpoint_tiers]
+    assert on_disk == [5, 6]  # the prompt's end and the page before
+    assert made.core.stats().tiers[Tier.DISK].resident == 6 + 2
