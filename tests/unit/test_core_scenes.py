@@ -1118,3 +1118,13 @@ def test_only_checkpoints_worth_keeping_go_to_disk() -> None:
     on_disk = [page.start // 2 + 1 for page in report if Tier.DISK in page.checkpoint_tiers]
     assert on_disk == [5, 6]  # the prompt's end and the page before
     assert made.core.stats().tiers[Tier.DISK].resident == 6 + 2
+
+
+def test_a_lease_publishes_for_its_identity_however_many_others_come_by() -> None:
+    made = plain(gpu=8)
+    rec = lease(made, [1, 2, 3], TENANT)
+    for i in range(200):
+        made.run(made.core.release(lease(made, [1], Identity(tenant=str(i)))))
+    made.step([rec], [[1, 2]])
+    made.sound()
+    assert made.core.match(packed([1, 2, 3]), TENANT).tokens == 2

@@ -21,3 +21,17 @@ def test_run_extended_after_eviction_forgets_where_it_was_left() -> None:
     tree.extend(nodes[1], data(1, 2, 5, 6), 2)
     assert tree.walk(root, data(1, 2, 3, 4)).depth == 2
     assert tree.walk(root, data(1, 2, 5, 7)).depth == 3
+
+
+def test_identities_come_and_go() -> None:
+    """Those with pages or pins stay, whoever else comes by."""
+    tree = RadixTree(2)
+    kept, pinned = Identity(tenant="kept"), Identity(tenant="pinned")
+    (page,) = tree.extend(tree.root(kept), data(1), 0)
+    root = tree.root(pinned)
+    root.pins = 1
+    for i in range(500):
+        tree.root(Identity(tenant=str(i)))
+        assert len(tree.roots) <= 70
+    assert tree.root(pinned) is root
+    assert tree.walk(tree.root(kept), data(1)) is page
