@@ -17,8 +17,6 @@ from math import inf
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self, final
 
-import numpy as np
-
 from kvtier.assembly import check_parts, geometry_of, make_core, make_transfer, open_store
 from kvtier.config import CacheConfig
 from kvtier.core import lookup
@@ -27,7 +25,7 @@ from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Kind, OpKind
 from kvtier.errors import CacheClosed, ConfigError, KVTierError, LeaseError, StoreError
 from kvtier.layouts.base import Layout
-from kvtier.lease import Lease, Pin, check_count, opened_at
+from kvtier.lease import Lease, Pin, as_int, check_count, opened_at
 from kvtier.metrics import prometheus_text
 from kvtier.pump import Pump, running_future
 from kvtier.seams import Store, Transfer
@@ -56,6 +54,8 @@ logger = logging.getLogger("kvtier")
 _EVENTS_KEPT = 1 << 16
 """Events between two calls of ``Cache.events``; older ones are dropped, and that is reported."""
 _NO_STORES: Mapping[Tier, Store] = MappingProxyType({})
+_FOREVER = 1e18
+"""Seconds; an int may be too large to add to a time."""
 
 
 @final
@@ -223,8 +223,7 @@ class Cache:
         _check_type("label", label, str)
         _check_type("read", read, bool)
         _check_type("write", write, bool)
-        if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
-            raise ConfigError(f"priority must be an int, got {priority!r}")
+        priority = as_int("priority", priority)
         expires = None if ttl is None else _expiry(ttl)
         ready = running_future()
         where = opened_at(1)
@@ -328,7 +327,7 @@ class Cache:
         ``to=Tier.CPU`` waits for host copies only.  Carries StoreError if something could not be
         stored; elsewhere a store that fails is a page that is not kept, and a counter.
         """
-        if to not in (Tier.CPU, Tier.DISK):
+        if not isinstance(to, int) or to not in (Tier.CPU, Tier.DISK):
             raise ConfigError(f"flush goes to Tier.CPU or Tier.DISK, not {to!r}")
         future = running_future()
         with self._pump:
@@ -361,7 +360,7 @@ class Cache:
         """
         if identity is not None:
             _check_identity(identity)
-        chosen = None if tiers is None else frozenset(_tier(tier) for tier in tiers)
+        chosen = None if tiers is None else _tiers(tiers)
         future = running_future()
         with self._pump as core:
             ops = core.clear(identity, chosen)
@@ -533,12 +532,18 @@ def _check_type(name: str, value: object, kind: type) -> None:
 
 
 def _tier(tier: Tier) -> Tier:
-    if tier not in (Tier.GPU, Tier.CPU, Tier.DISK):
+    if not isinstance(tier, int) or tier not in (Tier.GPU, Tier.CPU, Tier.DISK):
         raise ConfigError(f"tier must be Tier.GPU, Tier.CPU or Tier.DISK, got {tier!r}")
     return Tier(tier)
+
+
+def _tiers(tiers: Iterable[Tier]) -> frozenset[Tier]:
+    if not isinstance(tiers, Iterable):
+        raise ConfigError(f"tiers must be several, like [Tier.GPU], got {tiers!r}")
+    return frozenset(_tier(tier) for tier in tiers)
 
 
 def _expiry(ttl: float) -> float:
     if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:
         raise ConfigError(f"ttl must be a number of seconds above 0, got {ttl!r}")
-    return time.monotonic() + ttl
+    return time.monotonic() + min(ttl, _FOREVER)

@@ -303,7 +303,6 @@ def _follow(tokens: TokenBuffer, root: bytes, entries: npt.NDArray[np.void]) -> 
 
 
 def _fsck(options: argparse.Namespace) -> int:
-    before = _records(options.path) if options.repair else {}
     with _Bar("verifying") as bar:
         reports = fsck(options.path, repair=options.repair, progress=bar.show)
     if not reports:
@@ -317,7 +316,7 @@ def _fsck(options: argparse.Namespace) -> int:
             in_use += 1
             status = status or FAILED
             print(f"{name}: in use by another process, not checked")
-        elif _cannot_be_checked(report, options.repair):
+        elif report.index != "sound" and not (report.repaired or report.repairable):
             failed += 1
             status = FOUND
             print(f"{name}: not checked: {report.index}")
@@ -326,29 +325,13 @@ def _fsck(options: argparse.Namespace) -> int:
             outcome = "; ".join(wrong) or "sound"
             if wrong:
                 status = FOUND
-                outcome += f" ({_remedy(report, before.get(report.path))})"
+                outcome += f" ({_remedy(report)})"
             print(f"{name}: {_counted(report.records, 'record')}, {outcome}")
     totals = [f"{_counted(len(reports) - in_use - failed, 'store')} checked"]
     totals += [f"{in_use} in use"] if in_use else []
     totals += [f"{failed} could not be checked"] if failed else []
     print(", ".join(totals))
     return status
-
-
-def _records(path: Path) -> dict[str, int]:
-    """How many records each store has, where that can be told."""
-    return {
-        info.path: info.pages + info.checkpoints
-        for info in list_stores(path)
-        if info.pages is not None and info.checkpoints is not None
-    }
-
-
-def _cannot_be_checked(report: FsckReport, repair: bool) -> bool:
-    """Repairing would not help: a newer format, a damaged description, or it was tried."""
-    if report.index == "sound" or report.repaired:
-        return False
-    return repair or "newer kvtier" in report.index or report.index.startswith("about.json")
 
 
 def _wrong(report: FsckReport) -> list[str]:
@@ -360,13 +343,13 @@ def _wrong(report: FsckReport) -> list[str]:
     return wrong
 
 
-def _remedy(report: FsckReport, before: int | None) -> str:
-    """What repairing did, or would do.  ``before``: records there were, None if unknown."""
+def _remedy(report: FsckReport) -> str:
+    """What repairing did, or would do."""
     if not report.repaired:
         return "--repair removes what is bad"
-    if before is None or report.index != "sound":  # a rebuilt index may hold others
+    if report.index != "sound":  # what it had lost cannot be counted
         return "repaired"
-    return f"repaired: {_counted(before - report.records, 'record')} dropped in all"
+    return f"repaired: {_counted(report.dropped, 'record')} dropped in all"
 
 
 class _Bar:

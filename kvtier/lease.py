@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
-from operator import index
 from types import MappingProxyType, TracebackType
 from typing import Self, final
 
@@ -23,7 +22,7 @@ from kvtier.pump import Pump, running_future
 from kvtier.tokens import IntArray, Tokens, pack
 from kvtier.types import LeaseState, Tier
 
-__all__ = ["Lease", "Pin", "check_count", "opened_at"]
+__all__ = ["Lease", "Pin", "as_int", "check_count", "opened_at"]
 
 
 @final
@@ -165,6 +164,7 @@ class Lease:
         A span that begins the chunk is taken whole, past ``limit`` if need be.
         """
         self._check_released()
+        start, limit = as_int("start", start), as_int("limit", limit)
         if not 0 <= start < limit:
             raise ConfigError(f"a chunk needs 0 <= start < limit, got {start=} {limit=}")
         prompt = len(self._record.prompt)
@@ -285,7 +285,7 @@ class Lease:
     def slot_mapping(self, start: int, stop: int) -> Mapping[str, IntArray]:
         """For each history component, the slot where each token in [start, stop) lies, shared
         pages too; -1 for none.  Raises LeaseError past ``capacity``."""
-        start, stop = index(start), index(stop)
+        start, stop = as_int("start", start), as_int("stop", stop)
         with self._pump as core:
             table = self._table(core)
             capacity = self._record.capacity
@@ -394,3 +394,10 @@ def check_count(name: str, value: int) -> None:
     """Raises ConfigError unless ``value`` is an int of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
         raise ConfigError(f"{name} must be an int of at least 0, got {value!r}")
+
+
+def as_int(name: str, value: int) -> int:
+    """``value``, of Python's own type; raises ConfigError unless it is an int, of any sign."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"{name} must be an int, got {value!r}")
+    return int(value)

@@ -40,6 +40,8 @@ __all__ = [
 
 LongArray = npt.NDArray[np.int64]
 _MOST = np.iinfo(np.int32).max
+_MOST_ROWS = 1 << 16
+"""Padding up to more is a mistake, and would take the memory it asks for."""
 
 
 class DeviceRows(Protocol):
@@ -132,9 +134,16 @@ class Step:
         """
         batch, tokens = len(self.query_lens), len(self.input_ids)
         rows = batch if pad_to is None else pad_to
+        if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
+            raise ConfigError(f"pad_to must be an int, got {pad_to!r}")
         if rows < batch:
             raise ConfigError(f"pad_to={pad_to} is less than the batch of {batch}")
-        arrays = _Padded(self, rows, tokens + rows - batch)
+        tokens += rows - batch
+        if buffers is not None:
+            buffers._check_fits(rows, tokens, self.block_table.shape[1])
+        elif rows > max(batch, _MOST_ROWS):
+            raise ConfigError(f"pad_to={pad_to} is more than the {_MOST_ROWS} rows of any batch")
+        arrays = _Padded(self, rows, tokens)
         if buffers is not None:
             return buffers._fill(self, arrays)
         device = self._pool.device if self._pool is not None else "cpu"
@@ -151,9 +160,10 @@ class Step:
             raise LeaseError("the step has ended: accept() belongs inside its with block")
         if self._rows is None:
             self._rows = {each: row for row, each in enumerate(self.leases)}
-        row = self._rows.get(lease)
-        if row is None:
-            raise LeaseError(f"{lease!r} is not in this step")
+        try:
+            row = self._rows[lease]
+        except (KeyError, TypeError):  # TypeError: no lease, and not even hashable
+            raise LeaseError(f"{lease!r} is not in this step") from None
         if not isinstance(n, int) or not 0 <= n <= self._counts[row]:
             raise LeaseError(
                 f"cannot accept {n} of the {self._counts[row]} tokens of lease {lease.label!r}"
@@ -402,8 +412,8 @@ class StepBuffers:
 
         sizes = {"max_batch": max_batch, "max_tokens": max_tokens, "max_pages": max_pages}
         for name, size in sizes.items():
-            if size < 1:
-                raise ConfigError(f"{name} must be at least 1, got {size}")
+            if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+                raise ConfigError(f"{name} must be an int of at least 1, got {size!r}")
         self.max_batch = max_batch
         self.max_tokens = max_tokens
         self.max_pages = max_pages
@@ -419,8 +429,7 @@ class StepBuffers:
             windows=torch.full((max_batch, windows), -1, dtype=ints, device=device),
         )
 
-    def _fill(self, step: Step, arrays: _Padded) -> DeviceStep:
-        (rows, pages), tokens = arrays.blocks.shape, arrays.longs.shape[1]
+    def _check_fits(self, rows: int, tokens: int, pages: int) -> None:
         for name, needed, limit in (
             ("max_batch", rows, self.max_batch),
             ("max_tokens", tokens, self.max_tokens),
@@ -428,6 +437,9 @@ class StepBuffers:
         ):
             if needed > limit:
                 raise ConfigError(f"the step needs {name}={needed}, the buffers have {limit}")
+
+    def _fill(self, step: Step, arrays: _Padded) -> DeviceStep:
+        rows, tokens = len(arrays.blocks), arrays.longs.shape[1]
         static = self._tensors
         new = _tensors(arrays, static.blocks.device)
         views = _Tensors(

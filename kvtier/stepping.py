@@ -135,13 +135,13 @@ class Stepping:
 def _pairs(
     work: Iterable[tuple[Lease, Tokens]],
 ) -> tuple[tuple[Lease, ...], tuple[Tokens, ...]]:
-    pairs = list(work)
-    if not pairs:
-        return (), ()
     try:
+        pairs = list(work)
+        if not pairs:
+            return (), ()
         leases, chunks = zip(*pairs, strict=True)
     except (TypeError, ValueError) as error:
-        raise LeaseError("a step takes (lease, tokens) pairs") from error
+        raise LeaseError(f"a step takes (lease, tokens) pairs: {error}") from error
     for kind in set(map(type, leases)) - {Lease}:
         raise LeaseError(f"a step takes (lease, tokens) pairs, got a {kind.__name__} for a lease")
     return leases, chunks
@@ -188,4 +188,7 @@ def _pack_ints(ids: list[int]) -> bytes:
         packed = np.frombuffer(array("i", ids), dtype=np.int32)
     except (TypeError, OverflowError):
         return pack(ids).data  # says what is wrong
-    return pack(packed).data if packed.min(initial=0) < 0 else packed.astype("<i4").tobytes()
+    low = packed.min(initial=2)
+    if low < 0 or (low < 2 and bool in set(map(type, ids))):  # `array` takes True for 1
+        return pack(ids).data
+    return packed.astype("<i4").tobytes()

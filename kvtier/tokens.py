@@ -72,6 +72,8 @@ def pack(tokens: Tokens) -> TokenBuffer:
         return tokens
     if isinstance(tokens, str | bytes | bytearray):
         raise TokenError(f"tokens must be ints, got {type(tokens).__name__}; tokenize first")
+    if isinstance(tokens, np.ma.MaskedArray):
+        raise TokenError("tokens must not be masked: pass those that count, tokens.compressed()")
     try:
         ids = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -85,6 +87,9 @@ def pack(tokens: Tokens) -> TokenBuffer:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high > 0x7FFFFFFF:
         raise TokenError(f"token ids must lie in [0, 2**31 - 1], got {low if low < 0 else high}")
+    # Among ints in a list numpy takes True for 1; looked for only where there is a 0 or a 1.
+    if low < 2 and isinstance(tokens, list | tuple) and {bool, np.bool_} & set(map(type, tokens)):
+        raise TokenError("tokens must be ints, got a bool among them")
     return TokenBuffer(ids.astype("<i4", copy=False).tobytes())
 
 

@@ -6,7 +6,7 @@ Works on closed stores; one that a process is writing is only reported as such.
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvtier.errors import StoreError
@@ -73,6 +73,11 @@ class FsckReport:
     repaired: bool
     """The index was rebuilt if need be; damaged and quarantined records, and all that hang on
     them, are gone."""
+    dropped: int = 0
+    """Records that the repair removed, those that hung on bad ones included.  What an index that
+    was rebuilt had lost is not among them: nobody can count it."""
+    repairable: bool = False
+    """Something is wrong that ``fsck(repair=True)`` would put right."""
 
     @property
     def ok(self) -> bool:
@@ -116,7 +121,7 @@ def _check_or_tell(names: Names, repair: bool, progress: Progress) -> FsckReport
 
 
 def _unchecked(names: Names, state: State, why: str) -> FsckReport:
-    return FsckReport(names.directory, state, why, 0, 0, (), False)
+    return FsckReport(names.directory, state, why, 0, 0, (), repaired=False)
 
 
 def _root(path: str | os.PathLike[str]) -> str:
@@ -176,7 +181,7 @@ def _check(names: Names, repair: bool, progress: Progress) -> FsckReport:
             return _unchecked(names, state, why)
         sound = _index_state(names, _id(names, said["frame_bytes"]))
         if not repair and sound != "sound":
-            return _unchecked(names, state, sound)
+            return replace(_unchecked(names, state, sound), repairable=True)
         return _check_payloads(names, said["frame_bytes"], state, sound, repair, progress)
     finally:
         gate.release()
@@ -206,6 +211,7 @@ def _check_payloads(
     store = _id(names, frame_bytes)
     slabs = Slabs(io, names.directory, frame_bytes, write=repair)
     index: Index | None = None
+    dropped = 0
     try:
         # Room for the rows of all slots there are; the next open gives it the size it should have.
         size = INDEX_BASE + slabs.allocated * INDEX_ROW
@@ -224,7 +230,7 @@ def _check_payloads(
             for rows in index.chunks():
                 gone |= {bytes(key) for key in rows["key"][rows["state"] == QUARANTINED]}
             if gone:
-                drop(index, gone)
+                dropped = drop(index, gone)
         counters, used = index.counters, index.used_bytes()
     finally:
         if index is not None:
@@ -234,7 +240,15 @@ def _check_payloads(
         mark = Mark(used, "", counters.records, counters.checkpoints, counters.bytes)
         write_mark(io, names, mark)
     return FsckReport(
-        names.directory, state, sound, counters.records, quarantined, tuple(damaged), repair
+        path=names.directory,
+        state=state,
+        index=sound,
+        records=counters.records,
+        quarantined=quarantined,
+        damaged=tuple(damaged),
+        repaired=repair,
+        dropped=dropped,
+        repairable=not repair and bool(damaged or quarantined),
     )
 
 

@@ -196,8 +196,8 @@ def _fit(index: Index, capacity: int) -> tuple[SlotMap, npt.NDArray[np.void]]:
     return _fit(index, capacity)
 
 
-def drop(index: Index, doomed: Iterable[bytes]) -> None:
-    """Remove these records and all that hang on them."""
+def drop(index: Index, doomed: Iterable[bytes]) -> int:
+    """Remove these records and all that hang on them; returns how many those were."""
     children: dict[bytes, list[bytes]] = {}
     depths: dict[bytes, tuple[int, int]] = {}
     for rows in index.chunks():
@@ -218,6 +218,7 @@ def drop(index: Index, doomed: Iterable[bytes]) -> None:
             found = change.get(key)
             if found is not None:
                 change.remove(found[0])
+    return len(going)
 
 
 def open_reader(io: FileIO, about: About, inspect: Inspect) -> Opened:

@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -188,6 +189,7 @@ def test_arguments_are_checked_at_the_edge(cache: kvtier.Cache, call: str) -> No
         {"ttl": "1"},
         {"ttl": float("nan")},
         {"ttl": True},
+        {"ttl": 1j},
         {"priority": None},
         {"priority": 1.0},
         {"priority": True},
@@ -206,14 +208,17 @@ def test_options_of_lease_are_checked(cache: kvtier.Cache, options: dict[str, An
 
 
 def test_tiers_are_checked(cache: kvtier.Cache) -> None:
-    for tier in (Tier.REMOTE, 7, "gpu"):
+    for tier in (Tier.REMOTE, 7, "gpu", np.array([0, 1])):
         with pytest.raises(ConfigError, match="tier"):
             cache.evict(tier, 1)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="tier"):
             cache.clear(tiers=[tier])  # type: ignore[list-item]
-    for to in (Tier.GPU, Tier.REMOTE):
+    for tiers in (1, Tier.GPU, "gpu"):
+        with pytest.raises(ConfigError, match="tier"):
+            cache.clear(tiers=tiers)  # type: ignore[arg-type]
+    for to in (Tier.GPU, Tier.REMOTE, np.array([0, 1])):
         with pytest.raises(ConfigError, match=r"Tier.CPU or Tier.DISK"):
-            cache.flush(to=to)
+            cache.flush(to=to)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="pages"):
         cache.evict(Tier.GPU, -1)
 

@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_named(cache: kvtier.Cache) -> None:
                 step.to_device(small)
     for name in ("max_batch", "max_tokens", "max_pages"):
         sizes = {"max_batch": 1, "max_tokens": 1, "max_pages": 1, name: 0}
-        with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
+        with pytest.raises(ConfigError, match=f"{name} must be an int of at least 1"):
             cache.buffers(**sizes)
 
 

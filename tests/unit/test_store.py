@@ -875,16 +875,18 @@ def test_list_and_fsck(tmp_path: Path) -> None:
     assert info.bytes == pytest.approx(bytes_under(store_dir(tmp_path)), rel=0.01)
     (report,) = fsck(tmp_path)
     assert report.ok
-    assert report.records == 6
+    assert (report.records, report.repairable) == (6, False)
     damage(tmp_path, slot=2, at=5000)
     seen: list[tuple[int, int]] = []
     (report,) = fsck(tmp_path, progress=lambda done, total: seen.append((done, total)))
     assert not report.ok
+    assert (report.repairable, report.dropped) == (True, 0)
     assert report.damaged == (key_of((1, 1, 2)),)
     assert seen[-1] == (6, 6)
     (report,) = fsck(tmp_path, repair=True)
     assert report.ok
     assert report.repaired
+    assert (report.repairable, report.dropped, report.records) == (False, 3, 3)
     assert report.damaged == (key_of((1, 1, 2)),)
     assert fsck(tmp_path)[0].ok
     with open_store(tmp_path) as store:
@@ -909,6 +911,8 @@ def test_fsck_of_a_store_without_index_beside_a_newer_one(tmp_path: Path) -> Non
     assert not any(report.ok for report in reports.values())
     assert "newer kvtier" in reports[newer.hex()].index
     assert "missing" in reports[FINGERPRINT.hex()].index
+    assert not reports[newer.hex()].repairable
+    assert reports[FINGERPRINT.hex()].repairable
     reports = {Path(r.path).name[:32]: r for r in fsck(tmp_path, repair=True)}
     assert not reports[newer.hex()].repaired
     assert reports[FINGERPRINT.hex()].repaired
