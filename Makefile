@@ -56,8 +56,9 @@ test-compat:
 	scripts/test_compat.sh $(PYTHON) 5.17.0 newest
 
 soak: $(STAMP)
-	$(BIN)/python -m pytest --long --timeout=0 $(if $(ARGS),$(ARGS),tests/property tests/shell)
-	$(BIN)/python -m pytest -m slow --timeout=0
+	$(BIN)/python -m pytest --long --timeout=0 -o faulthandler_timeout=0 \
+	    $(if $(ARGS),$(ARGS),tests/property tests/shell)
+	$(BIN)/python -m pytest -m slow --timeout=0 -o faulthandler_timeout=0
 
 mutate: $(STAMP)
 	$(BIN)/python scripts/mutate.py $(ARGS)
