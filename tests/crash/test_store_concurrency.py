@@ -57,8 +57,10 @@ def test_32_threads_read_while_slots_are_reused(tmp_path: Path, codec: dict[str,
                 hits += sum(fetch(store, rng.sample(pages, 3) + rng.sample(tails, 1)))
             return hits
 
-        with ThreadPoolExecutor(32) as pool:
-            readers = [pool.submit(read, seed) for seed in range(32)]
+        def frames_of(page: int) -> int:
+            return 1 + (len(tails[page].payload) if page < len(tails) else 0)
+
+        def write() -> None:
             rng = random.Random(99)
             there: list[int] = []
             until = time.monotonic() + 4.0
@@ -66,14 +68,21 @@ def test_32_threads_read_while_slots_are_reused(tmp_path: Path, codec: dict[str,
                 page = rng.randrange(60)
                 if page in there:
                     continue
-                if len(there) > 22:
-                    gone = [there.pop(rng.randrange(len(there))) for _ in range(3)]
-                    store.delete(
-                        [key_of((i,), kind) for i in gone for kind in ("history", "checkpoint")]
-                    )
-                store.put_group([pages[page], *(tails[page : page + 1] if page < 20 else [])])
+                gone: list[int] = []
+                while sum(map(frames_of, [*there, page])) > store.capacity:
+                    gone.append(there.pop(rng.randrange(len(there))))
+                store.delete(
+                    [key_of((i,), kind) for i in gone for kind in ("history", "checkpoint")]
+                )
+                store.put_group([pages[page], *tails[page : page + 1]])
                 there.append(page)
-            stop.set()
+
+        with ThreadPoolExecutor(32) as pool:
+            readers = [pool.submit(read, seed) for seed in range(32)]
+            try:
+                write()
+            finally:
+                stop.set()  # or the pool would wait for ever
             hits = [reader.result() for reader in readers]
         assert all(hits), "a thread never found anything"
         assert store.counters().quarantined == 0
