@@ -63,11 +63,12 @@ def geometry_for(layout: Layout, config: CacheConfig, *, disk_frames: int = 0) -
         max_leases=config.max_leases,
         has_tails=layout.has_tails,
         checkpoint_frames=layout.checkpoint_frames() if layout.has_tails else 0,
-        parked_frames=layout.tail_frames(windows) if layout.has_tails else 0,
+        parked_frames=layout.tail_frames(_parked_windows(layout)) if layout.has_tails else 0,
         gpu_states=config.max_leases if layout.has_tails else 0,
         gpu_checkpoints=gpu_checkpoints,
         window=next((c.window or 0 for c in layout.windows), 0),
         window_page=window_page,
+        checkpoint_tokens=layout.window_kept,
         gpu_windows=gpu_windows,
         max_draft=layout.max_draft,
     )
@@ -83,10 +84,15 @@ def _window_page(layout: Layout) -> int:
 
 
 def _windows_per_lease(layout: Layout) -> int:
-    """Window pages a decoding lease holds at most: what the window and the drafts reach from any
-    place within a page, and the page being filled."""
-    page = _window_page(layout)
-    if not page:
+    """Window pages a decoding lease holds at most: what windows, checkpoints and drafts reach
+    back to from any place within a page, and what the next tokens, drafts among them, fill."""
+    if not layout.windows:
         return 0
-    window = next(c.window or 0 for c in layout.windows)
-    return -(-(window - 1 + layout.max_draft) // page) + 1
+    return (layout.window_kept + 2 * layout.max_draft - 2) // _window_page(layout) + 2
+
+
+def _parked_windows(layout: Layout) -> int:
+    """Of these, the window pages of committed tokens."""
+    if not layout.windows:
+        return 0
+    return (layout.window_kept + layout.max_draft - 3) // _window_page(layout) + 2

@@ -52,6 +52,9 @@ class DeviceRows(Protocol):
     def rows(self, component: str, layer: int) -> "torch.Tensor":
         """(slots, values) view of one component in one layer; slot i is row i."""
 
+    def checkpoint_rows(self, component: str, layer: int) -> "torch.Tensor":
+        """View of what the checkpoint frames hold of it, frame by frame."""
+
 
 @runtime_checkable
 class PagedTransfer(Protocol):
@@ -112,7 +115,8 @@ class Step:
     state_slots: IntArray
     """(batch,) Private state; (0,) without tails."""
     slot_mapping: Mapping[str, IntArray]
-    """For each history component (tokens,): the row a token's state is written to; -1: none."""
+    """For each history and window component (tokens,): the row a token's state is written to;
+    -1: none."""
     captures: tuple[Capture, ...]
     """Checkpoints due inside this step; empty for layouts without tails."""
     _counts: list[int]
@@ -224,7 +228,10 @@ def build_step(
         [r.state_slot for r in records] if layout.has_tails else [], dtype=np.int32
     )
     pages = core.block_tables[of_token, positions // layout.page_tokens]
-    step.slot_mapping = MappingProxyType(layout.slots(positions, pages))
+    windows = None
+    if layout.windows:
+        windows = core.window_tables[of_token, positions // layout.windows[0].slots_per_page]
+    step.slot_mapping = MappingProxyType(layout.slots(positions, pages, windows))
     step.captures = tuple(captures)
     step._counts = counts
     step._data = data
@@ -262,8 +269,22 @@ class LayerView:
     _layer: int
 
     def rows(self, component: str) -> "torch.Tensor":
-        """(slots, width) view; slot i of ``slot_mapping`` is row i.  Writes go to the pages."""
+        """(slots, width) view; slot i of ``slot_mapping`` is row i.  Writes go to the pages.
+
+        A state slot's ring is rows ``state_slots[i] * ring ..``.  A component of packed records
+        comes as (pages, page bytes).
+        """
         return self._pool.rows(component, self._layer)
+
+    def checkpoints(self, component: str) -> "torch.Tensor":
+        """View of the device's checkpoint frames, which the model fills for ``Step.captures``.
+
+        Of a state (frames, slots, width): the last rows of its ring before the capture's
+        position.  Of a window (frames, pages, slots, width): its last pages, oldest first; packed
+        records come as (frames, pages, page bytes).  Raises ConfigError for what no checkpoint
+        holds.
+        """
+        return self._pool.checkpoint_rows(component, self._layer)
 
 
 @final
@@ -420,7 +441,8 @@ class StepBuffers:
         windows = 0
         if layout.windows:
             windows = -(-max_pages * layout.page_tokens // layout.windows[0].slots_per_page)
-        longs, ints = (2 + len(layout.history), max_tokens), torch.int32
+        mappings, ints = len(layout.history) + len(layout.windows), torch.int32
+        longs = (2 + mappings, max_tokens)
         self._tensors = _Tensors(
             longs=torch.zeros(longs, dtype=torch.int64, device=device),
             lengths=torch.zeros((4, max_batch), dtype=ints, device=device),

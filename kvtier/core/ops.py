@@ -17,9 +17,10 @@ class Kind(Enum):
     HISTORY = "history"
     """One page of shareable components, all layers."""
     CHECKPOINT = "checkpoint"
-    """The packed tail state at a page's end."""
+    """What of a tail is needed to go on from a page's end."""
     TAIL = "tail"
-    """A lease's live tail: its state slot and window pages; on the device only, private."""
+    """All of a lease's live tail, its state slot and window pages, wherever it stands; private,
+    and on the device except while the lease is paused."""
 
 
 class OpKind(Enum):
@@ -38,8 +39,9 @@ class Part:
     """One thing moved.  ``src`` and ``dst`` are frame numbers of their tier's pool.
 
     HISTORY takes one frame.  CHECKPOINT takes one frame on the device, several (not adjacent) on
-    the host and disk.  TAIL is (state slot, window page, ...) and pairs with CHECKPOINT frames or
-    with another TAIL; -1 among its window pages means "not held".
+    the host and disk.  A live tail is (state slot, window page, ...), -1 among its window pages
+    meaning "not held"; it pairs with the host frames of a TAIL, with another live TAIL, or, for
+    the part that a CHECKPOINT holds, with the frames of one.
     """
 
     kind: Kind

@@ -62,10 +62,11 @@ class Parking:
             part = Part(Kind.HISTORY, Tier.GPU, (rec.frames[page],), Tier.CPU, copy.frames)
             moves.append(Move(part, None, (copy,), reads=rec.frames[page]))
         if tail is not None:
-            parked.windows = range(min(tail.windows, default=0), max(tail.windows, default=-1) + 1)
+            reach = g.windows_at(rec.length, g.max_draft)  # without what is only reserved
+            parked.windows = range(max(reach.start, min(tail.windows, default=0)), reach.stop)
             parked.tail = self._host_copy(g.parked_frames, op_id)
             part = Part(
-                Kind.CHECKPOINT,
+                Kind.TAIL,
                 Tier.GPU,
                 tail.frames(parked.windows),
                 Tier.CPU,
@@ -124,7 +125,7 @@ class Parking:
         if parked.tail is not None:
             assert rec.tail is not None
             part = Part(
-                Kind.CHECKPOINT,
+                Kind.TAIL,
                 Tier.CPU,
                 parked.tail.frames,
                 Tier.GPU,

@@ -145,12 +145,8 @@ class Restore:
         return self.plan(rec, missing, checkpoint, [])
 
     def _windows_at(self, pages: int) -> range:
-        """Window pages that a lease standing at the end of ``pages`` pages reads."""
-        g = self.geometry
-        if not g.window or not pages:
-            return range(0)
-        end = pages * g.page_tokens
-        return range(max(0, end - g.window + 1) // g.window_page, (end - 1) // g.window_page + 1)
+        """Window pages of a lease that stands at the end of ``pages`` pages."""
+        return self.geometry.windows_at(pages * self.geometry.page_tokens)
 
     def plan(
         self,

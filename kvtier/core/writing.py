@@ -36,6 +36,7 @@ class Writing:
         checkpoints: CheckpointPolicy,
     ) -> None:
         self.geometry = residency.geometry
+        self._reach_back = self.geometry.window_kept - 1 + self.geometry.max_draft
         self.residency = residency
         self.operations = operations
         self.tails = tails
@@ -223,6 +224,6 @@ class Writing:
         g = self.geometry
         if not g.window or rec.tail is None:
             return
-        below = max(0, rec.length - g.window + 1 - g.max_draft) // g.window_page
+        below = max(0, rec.length - self._reach_back) // g.window_page
         for p in self.tails.cut(rec.tail, below):
             self.tables.put_window(rec.row, p, -1)

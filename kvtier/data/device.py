@@ -15,6 +15,8 @@ from kvtier.layouts.base import Component, Layout, Share
 
 __all__ = ["DevicePool", "Spans"]
 
+CHECKPOINT_ALIGN = 16
+
 Spans = list[torch.Tensor | int]
 
 
@@ -42,12 +44,15 @@ class DevicePool:
             for c in layout.components
             for layer in c.layers
         }
+        # Each frame starts aligned, whatever its length, so that a section may have any dtype.
+        stride = -(-layout.checkpoint_bytes() // CHECKPOINT_ALIGN) * CHECKPOINT_ALIGN
         self.checkpoints = torch.zeros(
-            (geometry.gpu_checkpoints, layout.checkpoint_bytes()),
-            dtype=torch.uint8,
-            device=self.device,
-        )
-        """(frames, bytes) uint8: packed tails, as ``Layout`` orders them."""
+            (geometry.gpu_checkpoints, stride), dtype=torch.uint8, device=self.device
+        )[:, : layout.checkpoint_bytes()]
+        """(frames, bytes) uint8: checkpoints, as ``Layout`` orders them."""
+        self._kept: dict[tuple[str, int], int] = {}
+        for name, layer, offset, _ in layout.sections(Share.TAIL):
+            self._kept.setdefault((name, layer), offset)
         sections = list(layout.sections())
         self.history = Sections(
             storages=tuple(self._storage[name, layer] for name, layer, _, _ in sections),
@@ -68,17 +73,37 @@ class DevicePool:
             known = {c.name: c.layers for c in self.layout.components}
             raise ConfigError(f"the layout has no component {component!r}, layer {layer}: {known}")
         storage, c = self._storage[component, layer], self._components[component]
-        if c.planes or c.page_bytes != c.slots_per_page * c.slot_bytes:
+        if not _is_plain(c):
             return storage
         rows = storage.view(storage.shape[0] * c.slots_per_page, c.slot_bytes)
         return rows.view(getattr(torch, c.dtype))
+
+    def checkpoint_rows(self, component: str, layer: int) -> torch.Tensor:
+        """View of what the checkpoint frames hold of one component in one layer, in its dtype.
+
+        Of a state (frames, slots, values): the last ``checkpoint_slots`` of its ring.  Of a window
+        (frames, pages, slots, values), the oldest page first.  Where slots are not whole and
+        adjacent, page bytes stand in place of the last two.  Raises ConfigError for what no
+        checkpoint holds.
+        """
+        if (component, layer) not in self._kept:
+            raise ConfigError(f"a checkpoint holds nothing of {component!r}, layer {layer}")
+        c, start = self._components[component], self._kept[component, layer]
+        frames, shape, strides = self.checkpoints, [c.kept_bytes], [1]
+        if _is_plain(c):
+            shape, strides = [c.kept_bytes // c.slot_bytes, c.slot_bytes], [c.slot_bytes, 1]
+        if c.window is not None:
+            shape = [self.layout.tail_windows, *shape]
+            strides = [self.layout.window_bytes(), *strides]
+        held = frames.as_strided((frames.shape[0], *shape), (frames.stride(0), *strides), start)
+        return held.view(getattr(torch, c.dtype)) if _is_plain(c) else held
 
     def spans(self, kind: Kind, frames: Sequence[int], *, live: bool) -> Spans:
         """Where a packed record of this kind lies, in record order; a number stands for bytes
         that are not held.
 
         HISTORY: one page.  Otherwise ``live`` tails (state slot, window pages oldest first, -1
-        for one not held), or one checkpoint frame.
+        for one not held), of which a CHECKPOINT is a part; or one checkpoint frame.
         """
         if kind is Kind.HISTORY:
             return [_frame(s, frames[0]) for s in self.history.storages]
@@ -87,9 +112,13 @@ class DevicePool:
         slot, *windows = frames
         if slot < 0:
             raise IndexError(f"state slot {slot}")
-        out = self._tail_spans(self.layout.states, slot)
+        out: Spans = []
+        for c in self.layout.states:
+            kept = c.kept_bytes if kind is Kind.CHECKPOINT else c.page_bytes
+            for layer in c.layers if kept else ():
+                out.append(_frame(self._storage[c.name, layer], slot)[c.page_bytes - kept :])
         for page in windows:
-            out += self._tail_spans(self.layout.windows, page)
+            out += self._window_spans(page)
         return out
 
     def clear(self, frames: Sequence[int]) -> None:
@@ -112,11 +141,13 @@ class DevicePool:
         """Device memory held."""
         return sum(s.numel() for s in (*self._storage.values(), self.checkpoints))
 
-    def _tail_spans(self, components: tuple[Component, ...], frame: int) -> Spans:
-        if frame < 0:
-            return [sum(c.page_bytes * len(c.layers) for c in components)]
+    def _window_spans(self, page: int) -> Spans:
+        if page < 0:
+            return [self.layout.window_bytes()]
         return [
-            _frame(self._storage[c.name, layer], frame) for c in components for layer in c.layers
+            _frame(self._storage[c.name, layer], page)
+            for c in self.layout.windows
+            for layer in c.layers
         ]
 
     @staticmethod
@@ -134,12 +165,22 @@ class DevicePool:
                     f"window: {geometry.window} in pages of {geometry.window_page} is not "
                     f"{c.name!r}'s {c.window} in pages of {c.slots_per_page}"
                 )
+            if geometry.window_kept != layout.window_kept:
+                raise ConfigError(
+                    f"checkpoint_tokens: windows kept for {geometry.window_kept} tokens are not "
+                    f"{c.name!r}'s for {layout.window_kept}"
+                )
 
 
 def _class_of(component: Component) -> str:
     if component.share is Share.HISTORY:
         return "history"
     return "state" if component.window is None else "window"
+
+
+def _is_plain(c: Component) -> bool:
+    """Slots are whole and adjacent."""
+    return not c.planes and c.page_bytes == c.slots_per_page * c.slot_bytes
 
 
 def _frame(storage: torch.Tensor, frame: int) -> torch.Tensor:

@@ -28,16 +28,15 @@ def size_of(layout: Layout, part: Part) -> int:
     """Bytes of the record that a part moves.
 
     A checkpoint has one size in every tier, also near the start of a sequence, where a live tail
-    takes or gives fewer window pages than it has room for.  A parked tail, which is never on
-    disk, has as many as the live one that it pairs with.
+    takes or gives fewer window pages than it has room for.  A whole tail has as many window pages
+    as its device end names.
     """
     if part.kind is Kind.HISTORY:
         return layout.page_bytes()
-    if Tier.DISK not in (part.source, part.target):
-        for tier, frames, source in ((part.source, part.src, True), (part.target, part.dst, False)):
-            if tier is Tier.GPU and is_live(part, source=source):
-                return layout.tail_bytes(len(frames) - 1)
-    return layout.checkpoint_bytes()
+    if part.kind is Kind.CHECKPOINT:
+        return layout.checkpoint_bytes()
+    live = part.src if part.source is Tier.GPU else part.dst
+    return layout.tail_bytes(len(live) - 1)
 
 
 def is_live(part: Part, *, source: bool) -> bool:

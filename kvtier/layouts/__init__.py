@@ -4,5 +4,6 @@ from kvtier.layouts.base import Component, Layout, Share
 from kvtier.layouts.gqa import gqa
 from kvtier.layouts.mla import mla
 from kvtier.layouts.retile import retile
+from kvtier.layouts.swa_c4_c128 import swa_c4_c128
 
-__all__ = ["Component", "Layout", "Share", "gqa", "mla", "retile"]
+__all__ = ["Component", "Layout", "Share", "gqa", "mla", "retile", "swa_c4_c128"]

@@ -60,6 +60,11 @@ class Component:
     slot's second, and so on.  Empty: slots are whole and adjacent."""
     page_align: int = 1
     """A page is padded to a multiple of this."""
+    checkpoint_slots: int | None = None
+    """Tail components only: how many slots, the last ones before the page's end, a checkpoint
+    holds.  None: a whole state, or as many window pages as the next token's window reaches.
+    Otherwise a state is a ring of slots, position ``t`` in slot ``t % slots_per_page``, of which 0
+    are enough if nothing of it is read at a page's end; of windows these are whole pages."""
 
     def __post_init__(self) -> None:
         me = f"component {self.name!r}"
@@ -75,11 +80,36 @@ class Component:
             raise ConfigError(f"{me}: planes {self.planes} do not add up to {self.slot_bytes}")
         if self.window is not None and (self.share is not Share.TAIL or self.window < 1):
             raise ConfigError(f"{me}: a window is a tail's, of at least 1 token: {self.window}")
+        if self.checkpoint_slots is not None:
+            self._check_checkpoint_slots(self.checkpoint_slots)
+
+    def _check_checkpoint_slots(self, kept: int) -> None:
+        slots = self.slots_per_page
+        me = f"component {self.name!r}: checkpoint_slots={kept}"
+        if self.share is not Share.TAIL:
+            raise ConfigError(f"{me}: only a tail is kept in checkpoints")
+        if self.window is None:
+            if not 0 <= kept <= slots:
+                raise ConfigError(f"{me} must be in [0, {slots}]")
+            if 0 < kept < slots and (self.planes or self.page_bytes != slots * self.slot_bytes):
+                raise ConfigError(f"{me}: a part of a ring needs whole, adjacent slots")
+        elif kept % slots or kept < self.window - 1:
+            raise ConfigError(
+                f"{me} must be whole pages of {slots} that hold a window of {self.window}"
+            )
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of one layer."""
         return _round_up(self.slots_per_page * self.slot_bytes, self.page_align)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of one page of one layer, the bytes at its end that a checkpoint holds."""
+        if self.window is not None or self.checkpoint_slots in (None, self.slots_per_page):
+            return self.page_bytes
+        assert self.checkpoint_slots is not None
+        return self.checkpoint_slots * self.slot_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +118,9 @@ class Layout:
 
     A page's packed record is the concatenation, in order, of every HISTORY component's page of
     every of its layers.  A packed tail is the same of the TAIL components without a window, then,
-    oldest first, as many window pages as it holds, each the same of the components with one; a
-    checkpoint is the packed tail at a page's end.
+    oldest first, as many window pages as it holds, each the same of the components with one.  A
+    checkpoint is what the next token needs of the packed tail at a page's end: in the same order
+    the last ``checkpoint_slots`` of every state and the last window pages.
     """
 
     name: str
@@ -126,8 +157,14 @@ class Layout:
                     f"where a page of {page} tokens does"
                 )
         # One table of window pages serves all of them.
-        if len({(c.window, c.slots_per_page) for c in self.windows}) > 1:
+        if len({(c.window, c.slots_per_page, c.checkpoint_slots) for c in self.windows}) > 1:
             raise ConfigError(f"window components must agree on window and slots: {self.windows}")
+        for c in self.states:
+            if c.checkpoint_slots is not None and page % c.slots_per_page:
+                raise ConfigError(
+                    f"component {c.name!r}: a ring of {c.slots_per_page} slots does not end where "
+                    f"a page of {page} tokens does"
+                )
 
     @property
     def history(self) -> tuple[Component, ...]:
@@ -153,24 +190,32 @@ class Layout:
 
     @property
     def tail_windows(self) -> int:
-        """Window pages of a checkpoint: those that the next token's window reaches."""
+        """Window pages of a checkpoint: those that the next token's window reaches, or more."""
         for c in self.windows:
             assert c.window is not None
-            return -(-(c.window - 1) // c.slots_per_page)
+            kept = c.window - 1 if c.checkpoint_slots is None else c.checkpoint_slots
+            return -(-kept // c.slots_per_page)
         return 0
+
+    @property
+    def window_kept(self) -> int:
+        """Tokens that windows are kept for, the next one included: those it reads, and those that
+        a checkpoint before it holds."""
+        return max((max(c.window or 0, c.checkpoint_slots or 0) for c in self.windows), default=0)
 
     @property
     def fingerprint(self) -> bytes:
         """16 bytes over everything that changes bytes or meaning; part of every stored key.
 
-        ``max_draft`` is left out: it changes how much a lease holds, not what a page says.
+        ``max_draft`` is left out, and so is the length of a ring of which checkpoints hold a
+        part: they change how much a lease holds, not what a page or a checkpoint says.
         """
         text = repr(
             (
                 "kvtier-layout-1",
                 self.name,
                 self.page_tokens,
-                [sorted((k, repr(v)) for k, v in asdict(c).items()) for c in self.components],
+                [sorted(_meaning(c).items()) for c in self.components],
                 sorted(self.meta.items()),
                 self.draft_layers,
             )
@@ -194,8 +239,9 @@ class Layout:
         return self.state_bytes() + windows * self.window_bytes()
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of one packed tail at a page's end."""
-        return self.tail_bytes(self.tail_windows)
+        """Bytes of one checkpoint."""
+        states = sum(c.kept_bytes * len(c.layers) for c in self.states)
+        return states + self.tail_windows * self.window_bytes()
 
     def frame_bytes(self) -> int:
         """Bytes of one host or disk frame: a page's history, rounded up to ``FRAME_ALIGN``."""
@@ -207,25 +253,29 @@ class Layout:
 
     def checkpoint_frames(self) -> int:
         """Host or disk frames one checkpoint takes."""
-        return self.tail_frames(self.tail_windows)
+        return -(-self.checkpoint_bytes() // self.frame_bytes())
 
     def sections(self, share: Share = Share.HISTORY) -> Iterator[tuple[str, int, int, int]]:
         """(component, layer, offset, bytes) of each piece of a page's record, or (TAIL) of a
-        checkpoint, in order."""
+        checkpoint, in order.  What a checkpoint holds nothing of has no piece."""
         order = self.history
         if share is Share.TAIL:
             order = self.states + self.windows * self.tail_windows
         offset = 0
         for c in order:
-            for layer in c.layers:
-                yield c.name, layer, offset, c.page_bytes
-                offset += c.page_bytes
+            size = c.page_bytes if share is Share.HISTORY else c.kept_bytes
+            for layer in c.layers if size else ():
+                yield c.name, layer, offset, size
+                offset += size
 
-    def slots(self, positions: IntArray, pages: IntArray) -> dict[str, IntArray]:
-        """Slot of each token in each history component; -1 where the token closes no group.
+    def slots(
+        self, positions: IntArray, pages: IntArray, windows: IntArray | None = None
+    ) -> dict[str, IntArray]:
+        """Slot of each token in each history component; -1 where the token closes no group.  With
+        ``windows`` in each window component as well.
 
-        ``positions`` (n,) are token positions, ``pages`` (n,) the device page each lies in (-1:
-        a padding row, which gets -1 everywhere).
+        ``positions`` (n,) are token positions, ``pages`` and ``windows`` (n,) the device page and
+        the window page each lies in (-1: a padding row, which gets -1 everywhere).
         """
         out: dict[str, IntArray] = {}
         inside = positions & (self.page_tokens - 1)
@@ -237,7 +287,22 @@ class Layout:
                 slot = pages * c.slots_per_page + inside // c.tokens_per_slot
                 slot[(pages < 0) | ((positions + 1) % c.tokens_per_slot != 0)] = -1
             out[c.name] = slot
+        if windows is not None:
+            for c in self.windows:
+                slot = windows * c.slots_per_page + positions % c.slots_per_page
+                slot[windows < 0] = -1
+                out[c.name] = slot
         return out
+
+
+def _meaning(c: Component) -> dict[str, str]:
+    """What of a component changes the bytes of pages and checkpoints, or their meaning."""
+    fields = {name: repr(value) for name, value in asdict(c).items()}
+    if c.checkpoint_slots is None:
+        del fields["checkpoint_slots"]
+    elif c.window is None:
+        del fields["slots_per_page"]
+    return fields
 
 
 def _bytes_of(components: tuple[Component, ...]) -> int:

@@ -259,7 +259,8 @@ def test_every_field_of_a_component_is_in_the_fingerprint() -> None:
         "planes": (6, 2),
         "page_align": 32,
     }
-    assert set(changes) | {"window"} == set(Component.__dataclass_fields__)
+    tails = {"window", "checkpoint_slots"}
+    assert set(changes) | tails == set(Component.__dataclass_fields__)
     assert layout(base, tail).fingerprint != layout(base, replace(tail, window=10)).fingerprint
     keep = component("keep")
     f = layout(keep, base).fingerprint

@@ -1,0 +1,195 @@
+"""DeepSeek-V4: a sliding window in every layer, compressed history in most.
+
+Owns which components such a model keeps, and what of its tail a checkpoint holds.  Knows nothing
+of how a record is quantised or how entries are pooled; only how many bytes each takes and in which
+order they lie.
+
+1. Entry j of ratio r closes with token ``r * j + r - 1``, and only that token writes it: the
+   compressed components are history, a pure function of the tokens before.
+2. A page ends where every ring ends, so what is read past a page's end are the *last* slots of a
+   ring.
+3. Of a group of 4 the next group reads the first half (``_a``) of each row again; the second half
+   (``_b``) and the rows of 128 are read by their own group only, which no page's end cuts in two.
+4. ``max_draft`` makes rings longer, and nothing else: pages and checkpoints stay the same bytes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.errors import ConfigError
+from kvtier.layouts.base import Component, Layout, Share
+
+__all__ = ["swa_c4_c128"]
+
+RATIOS = (0, 4, 128)
+SPAN_4 = 8
+"""Tokens that an entry of ratio 4 reads: its own group and the one before."""
+ROPE = 64
+"""Rotated values, the last ones, of every packed record."""
+FLOAT = 4
+"""Bytes of a float32."""
+
+
+class _Record(NamedTuple):
+    """How one entry is stored."""
+
+    slot_bytes: int
+    dtype: str = "uint8"
+    planes: tuple[int, ...] = ()
+    page_align: int = 1
+    dims: int = 0
+    """Values in an entry of this format; 0: any number."""
+
+
+# 448 fp8 and 64 bfloat16 values of rope; 7 scales and a zero.
+RECORDS = {"fp8": _Record(584, "uint8", (576, 8), 576, dims=512)}
+INDEX_RECORDS = {
+    "fp8": _Record(132, "uint8", (128, 4), dims=128),
+    "mxfp4": _Record(68, "uint8", (64, 4), dims=128),
+}
+
+
+def swa_c4_c128(
+    *,
+    layer_ratios: Sequence[int],
+    record: str = "fp8",
+    index_record: str = "fp8",
+    head_dim: int = 512,
+    rope_dim: int = 64,
+    index_dim: int = 128,
+    window: int = 128,
+    page_tokens: int = 256,
+    tail: str = "minimal",
+    draft_layers: int = 0,
+    max_draft: int = 0,
+) -> Layout:
+    """Layout of a model whose layer i compresses ``layer_ratios[i]`` tokens into one entry: 0 (it
+    has a window only), 4 or 128.
+
+    History: ``c4`` and ``c4_index`` (layers of ratio 4), ``c128`` (ratio 128).  Tail: the windows
+    ``swa`` of all layers, with ``draft_layers`` behind the model's own, in pages of ``window``
+    slots; and the compressors' states, float32 rows [values ; scores with position bias] in rings:
+    ``c4_state_a`` and ``c4_index_state_a`` are read by the next group again, ``c4_state_b``,
+    ``c4_index_state_b`` and ``c128_state`` by the token's own group only.  What no layer has is
+    left out.
+
+    ``record`` is how windows and entries are stored, "fp8" (584 bytes) or "fp32"; ``index_record``
+    likewise, "fp8", "mxfp4" or "fp32".  A checkpoint holds with ``tail="minimal"`` one window page
+    and the rows that are read again, with "seed" two window pages and the rows' second halves too.
+    ``max_draft`` lengthens the rings, so that rejected tokens overwrite nothing that is still read.
+
+    Raises ConfigError naming the argument.
+    """
+    ratios = tuple(layer_ratios)
+    if not any(ratios) or any(ratio not in RATIOS for ratio in ratios):
+        raise ConfigError(f"layer_ratios must be of {RATIOS}, not all 0, got {ratios}")
+    if tail not in ("minimal", "seed"):
+        raise ConfigError(f'tail must be "minimal" or "seed", got {tail!r}')
+    if min(draft_layers, max_draft) < 0:
+        raise ConfigError(f"must not be negative: {draft_layers=} {max_draft=}")
+    if not 0 < rope_dim <= min(head_dim, index_dim) or rope_dim % 2:
+        raise ConfigError(f"{rope_dim=} must be pairs within {head_dim=} and {index_dim=}")
+    if page_tokens < 1 or page_tokens % max(1, *ratios):
+        raise ConfigError(f"{page_tokens=} must be whole groups of {max(ratios)} tokens")
+    if window < 1 or page_tokens % window:
+        raise ConfigError(f"{window=} must divide {page_tokens=}")
+    entry = _stored("record", record, RECORDS, head_dim, rope_dim)
+    index = _stored("index_record", index_record, INDEX_RECORDS, index_dim, rope_dim)
+    layers = {ratio: tuple(i for i, r in enumerate(ratios) if r == ratio) for ratio in RATIOS}
+    rings = {
+        ratio: _ring(least, max_draft, page_tokens)
+        for ratio, least in ((4, SPAN_4), (128, 128))
+        if layers[ratio]
+    }
+    halves = 4 if tail == "seed" else 0
+
+    def history(name: str, ratio: int, stored: _Record) -> Component:
+        return Component(
+            name=name,
+            share=Share.HISTORY,
+            tokens_per_slot=ratio,
+            slots_per_page=page_tokens // ratio,
+            layers=layers[ratio],
+            slot_bytes=stored.slot_bytes,
+            dtype=stored.dtype,
+            planes=stored.planes,
+            page_align=stored.page_align,
+        )
+
+    def state(name: str, ratio: int, dim: int, kept: int) -> Component:
+        return Component(
+            name=name,
+            share=Share.TAIL,
+            tokens_per_slot=1,
+            slots_per_page=rings[ratio],
+            layers=layers[ratio],
+            slot_bytes=2 * dim * FLOAT,
+            dtype="float32",
+            checkpoint_slots=kept,
+        )
+
+    components: list[Component] = []
+    if layers[4]:
+        components += [history("c4", 4, entry), history("c4_index", 4, index)]
+    if layers[128]:
+        components += [history("c128", 128, entry)]
+    if layers[4]:
+        components += [
+            state("c4_state_a", 4, head_dim, 4),
+            state("c4_state_b", 4, head_dim, halves),
+            state("c4_index_state_a", 4, index_dim, 4),
+            state("c4_index_state_b", 4, index_dim, halves),
+        ]
+    if layers[128]:
+        components += [state("c128_state", 128, head_dim, 0)]
+    swa = Component(
+        name="swa",
+        share=Share.TAIL,
+        tokens_per_slot=1,
+        slots_per_page=window,
+        layers=tuple(range(len(ratios) + draft_layers)),
+        window=window,
+        checkpoint_slots=window * (2 if tail == "seed" else 1),
+        slot_bytes=entry.slot_bytes,
+        dtype=entry.dtype,
+        planes=entry.planes,
+        page_align=entry.page_align,
+    )
+    return Layout(
+        name="swa_c4_c128",
+        page_tokens=page_tokens,
+        components=(*components, swa),
+        meta={
+            "record": record,
+            "index_record": index_record,
+            "head_dim": head_dim,
+            "rope_dim": rope_dim,
+            "index_dim": index_dim,
+            "scores": "with position bias",
+        },
+        draft_layers=draft_layers,
+        max_draft=max_draft,
+    )
+
+
+def _stored(name: str, kind: str, known: dict[str, _Record], dim: int, rope_dim: int) -> _Record:
+    if kind == "fp32":
+        return _Record(dim * FLOAT, "float32")
+    if kind not in known:
+        raise ConfigError(f"{name} must be one of {(*known, 'fp32')}, got {kind!r}")
+    if (dim, rope_dim) != (known[kind].dims, ROPE):
+        raise ConfigError(
+            f"{name}={kind!r} stores {known[kind].dims} values, the last {ROPE} of them rotated, "
+            f"not {dim} and {rope_dim}; use {name}='fp32'"
+        )
+    return known[kind]
+
+
+def _ring(least: int, max_draft: int, page_tokens: int) -> int:
+    """Rows that hold ``least`` tokens and as many drafts; a power of two, as a page is."""
+    rows = 1 << (least + max_draft - 1).bit_length()
+    if rows > page_tokens:
+        raise ConfigError(
+            f"{max_draft=} needs rings of {rows} rows, more than {page_tokens=} tokens"
+        )
+    return rows
