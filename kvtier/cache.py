@@ -116,7 +116,7 @@ class Cache:
             Kind.TAIL: layout.checkpoint_bytes(),
         }
         self._pump = Pump(self._core, transfer, record_bytes)
-        self._look = partial(lookup.match, self._core.residency)
+        self._residency = self._core.residency
         self._saver = ThreadPoolExecutor(1, "kvtier-flush")
         """Where ``flush`` saves recency: has no thread until there is something to save."""
         self._events_missed = 0
@@ -186,7 +186,11 @@ class Cache:
             tokens = pack(tokens)
         if identity is not ANONYMOUS:
             _check_identity(identity)
-        return self._pump.read(self._look, tokens, identity, spans)
+        lock = self._pump.reading()
+        try:
+            return lookup.match(self._residency, tokens, identity, spans)
+        finally:
+            lock.release()
 
     def lease(
         self,

@@ -20,9 +20,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, TypeVar, final
+from weakref import WeakSet
 
 from kvtier.core.leases import LeaseRecord, PrefetchRecord
 from kvtier.core.machine import CacheCore
@@ -36,6 +37,18 @@ __all__ = ["Pump", "running_future"]
 logger = logging.getLogger("kvtier")
 
 T = TypeVar("T")
+_pumps: "WeakSet[Pump]" = WeakSet()
+"""All there are; a forked child finds its parent's."""
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def _in_child() -> None:
+    for pump in _pumps:
+        pump.foreign = True
 
 
 def running_future() -> "Future[Any]":
@@ -80,6 +93,8 @@ class Pump:
         self._core = core
         self._part_bytes = part_bytes
         self._pid = os.getpid()
+        self.foreign = False
+        """Whether this is a forked child of the process that opened the cache."""
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         """Free once every op planned so far has been started; each turn is a lock of its own."""
@@ -97,11 +112,8 @@ class Pump:
         self._sealed = False
         """No op is started any more: what is still planned ends at once, undelivered."""
         self._broken: BaseException | None = None
-
-    @property
-    def foreign(self) -> bool:
-        """Whether this is a forked child of the process that opened the cache."""
-        return os.getpid() != self._pid
+        _watch_forks()
+        _pumps.add(self)
 
     @property
     def broken(self) -> bool:
@@ -109,7 +121,7 @@ class Pump:
         return self._broken is not None
 
     def __enter__(self) -> CacheCore:
-        if os.getpid() != self._pid:
+        if self.foreign:
             raise CacheClosed(
                 f"this cache belongs to process {self._pid}: after a fork, open one of your own"
             )
@@ -139,14 +151,14 @@ class Pump:
         else:
             self._lock.release()
 
-    def read(self, look: Callable[..., T], *args: Any) -> T:
-        """``look(*args)`` under the lock: for what changes nothing and is asked often.  Does not
-        empty the inbox: what has arrived this moment is seen the next."""
-        if self.closed or self._broken is not None or os.getpid() != self._pid:
+    def reading(self) -> threading.Lock:
+        """The lock, taken: for what changes nothing and is asked often; the caller releases it.
+        Does not empty the inbox: what has arrived this moment is seen the next."""
+        if self.closed or self.foreign or self._broken is not None:
             with self:
                 pass  # raises what there is to raise
-        with self._lock:
-            return look(*args)
+        self._lock.acquire()
+        return self._lock
 
     # -- inside a block
 

@@ -93,7 +93,7 @@ class Evictor:
                 node.run = None
                 gone += 1
                 start = node.index * stride
-                ghosts.append(bytes(run.tokens[start : start + GHOST_BYTES]))
+                ghosts.append(run.tokens[start : start + GHOST_BYTES])
                 if above.run is not run:
                     self.residency.tree.shrunk(run)
         if gone:

@@ -103,7 +103,7 @@ class Residency:
             at = at.parent
         key, stride = at.digest, self.tree.stride
         for n in reversed(missing):
-            key = n.digest = page_key(key, n.page(stride), n.extra(stride))
+            key = n.digest = page_key(key, n.page(stride), n.extra)
         return key
 
     # ------------------------------------------------------------------ copies

@@ -3,7 +3,8 @@
 Pages inserted together share a *run*: their token bytes in one piece and the list of their
 nodes.  A walk compares a whole run with one memory compare and bisects on a mismatch.  Within a
 run a node's successor is the next in the list; every other child hangs in ``children``, so a
-branch can attach to any node and no node ever moves.
+branch can attach to any node and no node ever moves.  Children hang under how their page begins;
+that finds a candidate, and the compare of its run decides.
 
 Knows tokens and structure only: what a node's copies mean is ``residency``'s business.
 """
@@ -19,20 +20,22 @@ if TYPE_CHECKING:
 __all__ = ["NEVER", "Node", "RadixTree", "Run"]
 
 NEVER = float("inf")
-_RUN_BYTES = 1 << 16
-"""A run longer than this is not extended: extending may have to move its tokens."""
+_HEAD_BYTES = 64
+"""How much of a page's beginning children are looked up by: cheaper to hash than a page."""
+_RUN_BYTES = 1 << 14
+"""A run longer than this is not extended: extending copies its tokens."""
 
 
 class Run:
     """Pages inserted together.  ``tokens`` may be longer than ``nodes`` after eviction."""
 
-    __slots__ = ("fork", "head", "nodes", "parent", "tokens")
+    __slots__ = ("extra", "fork", "nodes", "parent", "tokens")
 
-    def __init__(self, parent: "Node", head: bytes, tokens: bytes) -> None:
+    def __init__(self, parent: "Node", tokens: bytes, extra: bytes) -> None:
         self.parent = parent
-        self.head = head
-        """The key under which the first node hangs in ``parent.children``."""
-        self.tokens = bytearray(tokens)
+        self.extra = extra
+        """What spans add to the key of its first page; a page with spans is a run of its own."""
+        self.tokens = tokens
         self.nodes: list[Node] = []
         self.fork = b""
         """Tokens up to where somebody left this run lately.  Many sequences leave a shared prefix
@@ -61,7 +64,8 @@ class Node:
 
     run: "Run | None"
     """None once the node has left the tree (and for roots)."""
-    children: "dict[bytes, Node] | None"
+    children: "dict[bytes, Run | dict[bytes, Run]] | None"
+    """Other runs that go on from here, by how they begin; where several begin alike, by page."""
     copies: "list[Copy | None]"
     """By ``residency`` slot: history and checkpoint, in each tier."""
     kids: list[int]
@@ -101,27 +105,31 @@ class Node:
         """All children, in-run successor first."""
         out = [n] if (n := self.successor()) is not None else []
         if self.children:
-            out.extend(self.children.values())
+            for found in self.children.values():
+                runs = found.values() if isinstance(found, dict) else (found,)
+                out.extend(run.nodes[0] for run in runs)
         return out
 
     def page(self, stride: int) -> bytes:
         """The page's own packed tokens."""
         assert self.run is not None
-        return bytes(self.run.tokens[self.index * stride : (self.index + 1) * stride])
+        return self.run.tokens[self.index * stride : (self.index + 1) * stride]
 
-    def extra(self, stride: int) -> bytes:
-        """What its spans add to the key; pages with spans are runs of one page."""
+    @property
+    def extra(self) -> bytes:
+        """What its spans add to the key."""
         assert self.run is not None
-        return self.run.head[stride:] if self.index == 0 else b""
+        return self.run.extra if self.index == 0 else b""
 
 
 class RadixTree:
     """All known prefixes, by identity."""
 
-    __slots__ = ("_last", "_sweep_at", "num_nodes", "roots", "stride")
+    __slots__ = ("_head", "_last", "_sweep_at", "num_nodes", "roots", "stride")
 
     def __init__(self, page_tokens: int) -> None:
         self.stride = page_tokens * 4
+        self._head = min(_HEAD_BYTES, self.stride)
         self.roots: dict[Identity, Node] = {}
         self.num_nodes = 0
         self._last: tuple[Identity, Node] | None = None
@@ -151,48 +159,50 @@ class RadixTree:
     ) -> Node:
         """The last known page of ``data`` (packed tokens), from page ``start`` on, below ``node``,
         which stands before that page.  Changes nothing that can be seen."""
-        stride = self.stride
+        stride, head = self.stride, self._head
         pos = start * stride
         end = len(data) // stride * stride
-        if (run := node.run) is not None and not (extras and start in extras):
-            index = node.index + 1
-            more = self._common(run, index, 0, data, pos, end, extras)
-            if more:  # go on in the middle of a run
-                node = run.nodes[index + more - 1]
-                pos += more * stride
-        child = None
+        if node.run is not None and not (extras and start in extras):
+            node, pos = self._along(node, data, pos, end, extras)
+        forked = False  # whether the last run was left unread behind its fork
         while pos < end:
-            if child is None:
-                if (children := node.children) is None:
-                    break
-                key = data[pos : pos + stride]
+            run, stop = None, 0
+            if (children := node.children) is not None:
+                key = data[pos : pos + head]
                 if extras:
                     key += extras.get(pos // stride, b"")
-                child = children.get(key)
-                if child is None:
-                    break
-            run = child.run
-            assert run is not None
-            nodes, fork, child = run.nodes, run.fork, None
-            if extras:
-                stop = self._common(run, 0, 1, data, pos, end, extras)
-            elif fork and data.startswith(fork, pos):
-                stop = len(fork) // stride
-                if stop > len(nodes):
-                    stop = len(nodes)
-                at = pos + stop * stride
-                if (children := nodes[stop - 1].children) is not None:
-                    child = children.get(data[at : at + stride])
-                if child is None:
-                    stop = self._common(run, 0, stop, data, pos, end, None)
-            elif data.startswith(run.tokens, pos):
-                stop = len(nodes)
+                found = children.get(key)
+                run = found.get(data[pos : pos + stride]) if isinstance(found, dict) else found
+            if run is not None:
+                nodes, fork = run.nodes, run.fork
+                if extras:
+                    stop = self._common(run, 0, 0, data, pos, end, extras)
+                elif fork and data.startswith(fork, pos):
+                    stop, forked = min(len(fork) // stride, len(nodes)), True
+                elif data.startswith(run.tokens, pos):
+                    stop, forked = len(nodes), False
+                elif stop := self._common(run, 0, 0, data, pos, end, None):
+                    run.fork, forked = run.tokens[: stop * stride], False
+            if stop:
+                node = nodes[stop - 1]
+                pos += stop * stride
+            elif forked:
+                node, pos = self._along(node, data, pos, end, extras)
+                forked = False
             else:
-                stop = self._common(run, 0, 1, data, pos, end, None)
-                run.fork = bytes(run.tokens[: stop * stride])
-            node = nodes[stop - 1]
-            pos += stop * stride
+                break
         return node
+
+    def _along(
+        self, node: Node, data: bytes, pos: int, end: int, extras: Mapping[int, bytes] | None
+    ) -> tuple[Node, int]:
+        """As far as ``data`` from ``pos`` on follows the run of ``node`` behind it."""
+        run = node.run
+        assert run is not None
+        more = self._common(run, node.index + 1, 0, data, pos, end, extras)
+        if more:
+            node = run.nodes[node.index + more]
+        return node, pos + more * self.stride
 
     def path(self, node: Node, above: int = 0) -> list[Node]:
         """The nodes from page ``above`` (0-based) down to ``node``."""
@@ -274,29 +284,47 @@ class RadixTree:
             run is not None
             and not extra
             and parent.index + 1 == len(run.nodes)
-            and len(run.head) == stride
+            and not run.extra
             and len(run.tokens) <= _RUN_BYTES
         ):
             kept = len(run.nodes) * stride  # what eviction has left of it
-            del run.tokens[kept:]
-            run.tokens += tokens
+            run.tokens = run.tokens[:kept] + tokens
             run.fork = run.fork[:kept]
         else:
-            head = tokens[:stride] + extra
-            run = Run(parent, head, tokens)
-            if parent.children is None:
-                parent.children = {}
-            assert head not in parent.children
+            run = Run(parent, tokens, extra)
         first, depth = len(run.nodes), parent.depth
         nodes, node = run.nodes, parent
         for i in range(count):
             node = Node(node, run, first + i, depth + 1 + i)
             nodes.append(node)
         if first == 0:
-            assert parent.children is not None
-            parent.children[run.head] = nodes[0]
+            self._hang(run)
         self.num_nodes += count
         return nodes[first:]
+
+    def _hang(self, run: Run) -> None:
+        """Let a new run go on from its parent."""
+        if (children := run.parent.children) is None:
+            children = run.parent.children = {}
+        key = run.tokens[: self._head] + run.extra
+        there = children.setdefault(key, run)
+        if there is not run:
+            if isinstance(there, Run):
+                there = children[key] = {there.tokens[: self.stride]: there}
+            there[run.tokens[: self.stride]] = run
+
+    def _unhang(self, run: Run) -> None:
+        children = run.parent.children
+        assert children is not None
+        key = run.tokens[: self._head] + run.extra
+        alike = children[key]
+        if isinstance(alike, dict):
+            del alike[run.tokens[: self.stride]]
+            if alike:
+                return
+        del children[key]
+        if not children:
+            run.parent.children = None
 
     def remove_leaf(self, node: Node) -> None:
         """Take a childless node out of the tree."""
@@ -310,13 +338,9 @@ class RadixTree:
     def shrunk(self, run: Run) -> None:
         """Tidy up a run that has lost its last nodes."""
         if not run.nodes:
-            siblings = run.parent.children
-            assert siblings is not None
-            del siblings[run.head]
-            if not siblings:
-                run.parent.children = None
+            self._unhang(run)
         elif len(run.tokens) > 2 * len(run.nodes) * self.stride:
-            del run.tokens[len(run.nodes) * self.stride :]
+            run.tokens = run.tokens[: len(run.nodes) * self.stride]
 
     def remove_subtree(self, node: Node) -> list[Node]:
         """Take a node and everything below it out of the tree; children before parents."""

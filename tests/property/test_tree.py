@@ -169,7 +169,7 @@ class TreeMachine(RuleBasedStateMachine):
                 word, extra = path[-1]
                 assert node.depth == len(path)
                 assert node.page(self.stride) == self.words[word]
-                assert node.extra(self.stride) == extra
+                assert node.extra == extra
                 assert node.parent is (known[path[:-1]] if path[:-1] else root)
                 kids = {n for p, n in known.items() if p[:-1] == path}
                 assert set(node.offspring()) == kids
