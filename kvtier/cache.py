@@ -116,7 +116,7 @@ class Cache:
             Kind.TAIL: layout.checkpoint_bytes(),
         }
         self._pump = Pump(self._core, transfer, record_bytes)
-        self._residency = self._core.residency
+        self._look = partial(lookup.match, self._core.residency)
         self._saver = ThreadPoolExecutor(1, "kvtier-flush")
         """Where ``flush`` saves recency: has no thread until there is something to save."""
         self._events_missed = 0
@@ -188,7 +188,7 @@ class Cache:
             _check_identity(identity)
         lock = self._pump.reading()
         try:
-            return lookup.match(self._residency, tokens, identity, spans)
+            return lookup.match(self._core.residency, tokens, identity, spans)
         finally:
             lock.release()
 

@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from functools import cache, partial
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, final
 from weakref import WeakSet
@@ -41,14 +41,12 @@ _pumps: "WeakSet[Pump]" = WeakSet()
 """All there are; a forked child finds its parent's."""
 
 
-@cache
-def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_in_child)
-
-
 def _in_child() -> None:
     for pump in _pumps:
         pump.foreign = True
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def running_future() -> "Future[Any]":
@@ -112,7 +110,6 @@ class Pump:
         self._sealed = False
         """No op is started any more: what is still planned ends at once, undelivered."""
         self._broken: BaseException | None = None
-        _watch_forks()
         _pumps.add(self)
 
     @property
