@@ -3,6 +3,8 @@
 The references in plain torch are public: they say what every other backend must do.
 """
 
+from kvtier.kernels.compress import ClosedEntries, compress
+from kvtier.kernels.index import index_topk
 from kvtier.kernels.mla import (
     HeadDims,
     PagedBatch,
@@ -11,24 +13,61 @@ from kvtier.kernels.mla import (
     materialised_sdpa,
     workspace_rows,
 )
+from kvtier.kernels.query import (
+    head_norm_rope,
+    inverse_rope,
+    norm_rope,
+    quantise_query,
+    rms_norm,
+    rope,
+)
+from kvtier.kernels.records import RECORDS, Record, read_records, write_records
 from kvtier.kernels.reference import attend, gather_rows, merge, write_rows
+from kvtier.kernels.slots import (
+    c4_slots,
+    c128_slots,
+    closed_entries,
+    entry_slots,
+    window_slots,
+)
+from kvtier.kernels.sparse import apply_sink, sparse_attend
 from kvtier.kernels.table import OPERATIONS, Case, Kernel, select, select_all, table
 
 __all__ = [
     "OPERATIONS",
+    "RECORDS",
     "Case",
+    "ClosedEntries",
     "HeadDims",
     "Kernel",
     "PagedBatch",
+    "Record",
     "absorbed",
+    "apply_sink",
     "attend",
+    "c4_slots",
+    "c128_slots",
+    "closed_entries",
+    "compress",
+    "entry_slots",
     "gather_rows",
+    "head_norm_rope",
+    "index_topk",
+    "inverse_rope",
     "materialised",
     "materialised_sdpa",
     "merge",
+    "norm_rope",
+    "quantise_query",
+    "read_records",
+    "rms_norm",
+    "rope",
     "select",
     "select_all",
+    "sparse_attend",
     "table",
+    "window_slots",
     "workspace_rows",
+    "write_records",
     "write_rows",
 ]

@@ -13,13 +13,26 @@ from typing import Any
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.kernels import mla, reference
+from kvtier.kernels import mla, records, reference
+from kvtier.kernels.compress import compress
+from kvtier.kernels.index import index_topk
+from kvtier.kernels.sparse import sparse_attend
 
 __all__ = ["OPERATIONS", "Case", "Kernel", "select", "select_all", "table"]
 
 Dims = tuple[int, ...]
 
-OPERATIONS = ("write_rows", "mla_absorbed", "mla_materialised", "mla_materialised_whole", "merge")
+OPERATIONS = (
+    "write_rows",
+    "mla_absorbed",
+    "mla_materialised",
+    "mla_materialised_whole",
+    "merge",
+    "write_record",
+    "compress",
+    "index_topk",
+    "sparse_attend",
+)
 """``mla_materialised_whole`` is the materialised form for sequences that fit the workspace at once:
 no log-sum-exp is asked of it."""
 
@@ -30,10 +43,12 @@ class Case:
 
     operation: str
     record: str
-    """Format of a row: "dense" (plain values of one element type)."""
+    """Format of a row: "dense" (plain values of one element type), or another of ``RECORDS``."""
     dims: Dims
-    """Key and value width of attention; row width of a writer."""
+    """Key and value width of attention; row width of a writer, compressor, indexer or where keys
+    are their own values."""
     dtype: torch.dtype
+    """Of queries and of values to write, whatever they are packed into."""
     device: str
     """Device type: "cpu", "cuda"."""
 
@@ -82,6 +97,12 @@ _ABSORBED = frozenset({(576, 512)})
 _WHOLE = frozenset({(192, 128)})
 
 _DENSE = "dense"
+
+
+def _dims(record: records.Record) -> frozenset[Dims] | None:
+    return None if record.dim is None else frozenset({(record.dim,)})
+
+
 _ROWS: tuple[_Row, ...] = (
     # The first available row that lists a case is the automatic choice.
     _Row("write_rows", _DENSE, "triton", None, frozenset({(576,)}), _FLOATS, _CUDA),
@@ -95,6 +116,16 @@ _ROWS: tuple[_Row, ...] = (
     _Row("mla_materialised", _DENSE, "torch", mla.materialised, None, _FLOATS, _ANY),
     _Row("mla_materialised_whole", _DENSE, "sdpa", mla.materialised_sdpa, None, _FLOATS, _ANY),
     _Row("merge", _DENSE, "torch", reference.merge, None, _FLOATS, _ANY),
+    _Row("compress", _DENSE, "torch", compress, None, _FLOATS, _ANY),
+    *(
+        _Row(operation, record.name, "torch", run, _dims(record), _FLOATS, _ANY)
+        for operation, run, names in (
+            ("write_record", records.write_records, tuple(records.RECORDS)),
+            ("index_topk", index_topk, (_DENSE, "index_fp8", "index_mxfp4")),
+            ("sparse_attend", sparse_attend, (_DENSE, "v4_fp8")),
+        )
+        for record in map(records.RECORDS.__getitem__, names)
+    ),
 )
 
 

@@ -1,0 +1,218 @@
+"""Compressors that fold every 4 or 128 tokens into one cache entry, a piece at a time.
+
+Each token gives a value and a score (its position bias already added) per channel; entry j is the
+softmax-weighted sum over the tokens of group j, and, in the overlapping form, those of group j - 1
+through their own columns.  Tokens of groups still open, and what the next group needs of the last,
+lie in rings of the sequence's state slot: row ``position % ring``.
+
+Rows are chosen by position alone: from the call's own tokens at and behind the context, from the
+ring in front of it, and never from in front of the sequence.  So whatever rejected tokens, former
+owners or a checkpoint's missing half left in other rows is never read, and how a sequence is cut
+into calls changes no bit of an entry.  Norm, rotation and packing come after; nothing here knows
+of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtier.kernels.mla import PagedBatch
+
+__all__ = ["ClosedEntries", "compress"]
+
+ENTRY_BLOCK_VALUES = 1 << 22
+"""Candidate values pooled at a time, at most (one entry at least)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedEntries:
+    """The entries that one call closed, in the order of their tokens; and rows for checkpoints."""
+
+    values: Tensor
+    """(m, head_dim) pooled, before norm and rotation; float32, or wider as the state is."""
+    tokens: Tensor
+    """(m,) int64: which of the call's n tokens closed the entry."""
+    entries: Tensor
+    """(m,) int64: entry numbers j; the entry's rope position is ``ratio * j``."""
+    captured: tuple[Tensor, ...]
+    """For each state (captures, slots, 2 * head_dim): its rows of the ``slots`` positions before
+    each capture's."""
+
+
+def compress(
+    kv: Tensor,
+    score: Tensor,
+    states: Sequence[Tensor],
+    batch: PagedBatch,
+    state_slots: Tensor,
+    *,
+    ratio: int,
+    ring: int,
+    captures: Sequence[tuple[int, int]] = (),
+    capture_slots: Sequence[int] = (),
+) -> ClosedEntries:
+    """Take the call's tokens in: return the entries they close, and put them into the rings.
+
+    ``kv`` and ``score`` (n, len(states) * head_dim), new tokens packed as in ``batch``, score with
+    the position bias.  ``states`` (state slots * ring, 2 * head_dim) hold [kv | score] of a
+    token's columns: one for compressors without overlap; two, for the columns that the next group
+    reads and for those that the token's own group does, with it.  ``state_slots`` (sequences,);
+    -1 for padding rows, which close nothing and write nothing.
+
+    ``captures`` are (row of the batch, position) of checkpoints due: positions inside the row's
+    new tokens or at their end; ``capture_slots`` says how many rows each state gives to one.  They
+    are read as the state is at that position, so before the rings move on.
+
+    Only the last ``ring`` tokens of a row are written.  A ring must hold a group's state and the
+    tokens that may yet be rejected: ``len(states) * ratio + max_draft``.  Raises ValueError for
+    shapes that do not fit.
+    """
+    head_dim = _check(kv, score, states, batch, state_slots, ratio, ring)
+    source = _Source(kv, score, states, batch, state_slots, head_dim, ring)
+    captured = _capture(source, captures, capture_slots or [0] * len(states))
+    ends = source.positions + 1
+    tokens = torch.nonzero(source.real & (ends % ratio == 0)).flatten()
+    values = [kv.new_empty(0, head_dim, dtype=states[0].dtype)]
+    block = max(1, ENTRY_BLOCK_VALUES // (len(states) * ratio * head_dim))
+    if tokens.numel():
+        values += [_pool(source, some, ratio) for some in torch.split(tokens, block)]
+    _write(source)
+    return ClosedEntries(torch.cat(values), tokens, ends[tokens] // ratio - 1, captured)
+
+
+class _Source:
+    """Rows of any sequence at any position: from the call's tokens, or from the rings."""
+
+    __slots__ = (
+        "context",
+        "head_dim",
+        "kv",
+        "positions",
+        "real",
+        "ring",
+        "score",
+        "sequences",
+        "slots",
+        "starts",
+        "states",
+        "stops",
+    )
+
+    def __init__(
+        self,
+        kv: Tensor,
+        score: Tensor,
+        states: Sequence[Tensor],
+        batch: PagedBatch,
+        state_slots: Tensor,
+        head_dim: int,
+        ring: int,
+    ) -> None:
+        self.kv, self.score = kv.to(states[0].dtype), score.to(states[0].dtype)
+        self.states, self.head_dim, self.ring = states, head_dim, ring
+        self.slots = state_slots.to(torch.int64)
+        offsets = batch.cu_seqlens_q.to(torch.int64)
+        self.starts, query = offsets[:-1], offsets.diff()
+        self.stops = batch.kv_lens_device.to(torch.int64)
+        self.context = self.stops - query
+        self.sequences = torch.repeat_interleave(query, output_size=kv.shape[0])
+        tokens = torch.arange(kv.shape[0], device=kv.device)
+        self.positions = tokens + (self.context - self.starts)[self.sequences]
+        self.real = (self.stops > 0)[self.sequences]
+
+    def rows(self, part: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Value and score, each (m, w, head_dim), of one state's columns at ``positions`` (m, w).
+
+        Before the sequence's start: 0 and -inf, so that they weigh nothing.
+        """
+        columns = slice(part * self.head_dim, (part + 1) * self.head_dim)
+        context = self.context[sequences][:, None]
+        shape = (*positions.shape, self.head_dim)
+        kv, score = self.kv.new_zeros(shape), self.kv.new_full(shape, -torch.inf)
+        new = positions >= context
+        token = (self.starts[sequences][:, None] + positions - context)[new]
+        kv[new], score[new] = self.kv[token, columns], self.score[token, columns]
+        old = (positions >= 0) & ~new
+        slot = self.slots[sequences][:, None] * self.ring + positions % self.ring
+        kv[old], score[old] = torch.split(self.states[part][slot[old]], self.head_dim, dim=1)
+        return kv, score
+
+
+def _pool(source: _Source, tokens: Tensor, ratio: int) -> Tensor:
+    """The entries (m, head_dim) that ``tokens`` close."""
+    sequences, parts = source.sequences[tokens], len(source.states)
+    group = torch.arange(1 - ratio, 1, device=tokens.device)
+    kvs, scores = [], []
+    for part in range(parts):  # an earlier group's columns first
+        back = (parts - 1 - part) * ratio
+        positions = source.positions[tokens][:, None] + group - back
+        kv, score = source.rows(part, sequences, positions)
+        kvs.append(kv)
+        scores.append(score)
+    kv, score = torch.cat(kvs, dim=1), torch.cat(scores, dim=1)
+    weights = torch.exp(score - score.amax(dim=1, keepdim=True))
+    return _sum(weights * kv) / _sum(weights)
+
+
+def _sum(terms: Tensor) -> Tensor:
+    """Sum over dimension 1 by halves.
+
+    A library's sum may choose its order by the shape of the whole; here it depends on the number
+    of terms alone, so that an entry has the same bits however many others a call closes.
+    """
+    while (count := terms.shape[1]) > 1:
+        half = count // 2
+        folded = terms[:, :half] + terms[:, half : 2 * half]
+        terms = torch.cat((folded, terms[:, 2 * half :]), dim=1) if count % 2 else folded
+    return terms[:, 0]
+
+
+def _write(source: _Source) -> None:
+    last = source.positions >= (source.stops - source.ring)[source.sequences]
+    tokens = torch.nonzero(source.real & last).flatten()
+    slot = source.slots[source.sequences[tokens]] * source.ring
+    rows = slot + source.positions[tokens] % source.ring
+    for part, state in enumerate(source.states):
+        columns = slice(part * source.head_dim, (part + 1) * source.head_dim)
+        state[rows] = torch.cat((source.kv[tokens, columns], source.score[tokens, columns]), dim=1)
+
+
+def _capture(
+    source: _Source, captures: Sequence[tuple[int, int]], slots: Sequence[int]
+) -> tuple[Tensor, ...]:
+    device = source.kv.device
+    sequences = torch.tensor([row for row, _ in captures], dtype=torch.int64, device=device)
+    stops = torch.tensor([stop for _, stop in captures], dtype=torch.int64, device=device)
+    rows = []
+    for part, count in enumerate(slots):
+        positions = stops[:, None] + torch.arange(-count, 0, device=device)
+        rows.append(torch.cat(source.rows(part, sequences, positions), dim=2))
+    return tuple(rows)
+
+
+def _check(
+    kv: Tensor,
+    score: Tensor,
+    states: Sequence[Tensor],
+    batch: PagedBatch,
+    state_slots: Tensor,
+    ratio: int,
+    ring: int,
+) -> int:
+    n, width = kv.shape
+    head_dim, rest = divmod(width, len(states))
+    if rest or score.shape != kv.shape or any(s.shape[1] != 2 * head_dim for s in states):
+        raise ValueError(
+            f"kv {tuple(kv.shape)}, score {tuple(score.shape)} and states "
+            f"{[tuple(s.shape) for s in states]} do not fit together"
+        )
+    if sum(batch.query_lens) != n or state_slots.shape[0] != len(batch.query_lens):
+        raise ValueError(
+            f"{n} tokens and {state_slots.shape[0]} state slots for {len(batch.query_lens)} rows "
+            f"of {sum(batch.query_lens)} tokens"
+        )
+    if ring < len(states) * ratio or any(s.shape[0] % ring for s in states):
+        raise ValueError(f"{ring=} for groups of {ratio} and states of {states[0].shape[0]} rows")
+    return head_dim

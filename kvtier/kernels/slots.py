@@ -1,0 +1,90 @@
+"""Where the keys of a query lie: positions and entries of a sequence as physical slots.
+
+Slot s of a component lies in page ``s // slots per page``, as records are addressed.  -1 stands for
+no key.  Arithmetic on tables; nothing is read from pages.
+"""
+
+import torch
+from torch import Tensor
+
+from kvtier.kernels.mla import PagedBatch
+
+__all__ = ["c4_slots", "c128_slots", "closed_entries", "entry_slots", "window_slots"]
+
+
+def closed_entries(positions: Tensor, ratio: int) -> Tensor:
+    """How many entries the query at each position sees: those closed once its token is in."""
+    return (positions + 1) // ratio
+
+
+def entry_slots(entries: Tensor, pages: Tensor, page_tokens: int, ratio: int) -> Tensor:
+    """Slots (int64) of ``entries`` of one sequence whose pages are ``pages`` in order; -1 of -1.
+
+    Raises ValueError where a page is missing.
+    """
+    per_page = page_tokens // ratio
+    number = entries.to(torch.int64).clamp_min(0)
+    return torch.where(entries < 0, -1, _lookup(pages, number, per_page, entries >= 0))
+
+
+def window_slots(
+    batch: PagedBatch, window_table: Tensor, *, window: int, slots_per_page: int
+) -> Tensor:
+    """Slots (n, window) int32 of the tokens each query sees, its own last; -1 before the start.
+
+    A query at position t sees positions t - window + 1 .. t.  ``window_table`` (sequences, pages)
+    holds window pages by number, -1 where freed.  A padding row sees nothing.  Raises ValueError
+    where a page that is needed is missing.
+    """
+    sequences, positions = token_positions(batch)
+    seen = positions[:, None] + torch.arange(1 - window, 1, device=positions.device)
+    return _table_slots(window_table, sequences, seen, slots_per_page, seen >= 0)
+
+
+def c4_slots(entries: Tensor, batch: PagedBatch) -> Tensor:
+    """Slots (n, k) int32 of C4 entry numbers (n, k); -1 stays -1."""
+    sequences, _ = token_positions(batch)
+    return _table_slots(
+        batch.block_table, sequences, entries.to(torch.int64), batch.page_tokens // 4, entries >= 0
+    )
+
+
+def c128_slots(batch: PagedBatch) -> Tensor:
+    """Slots (n, k) int32 of every C128 entry each query sees, -1 behind.
+
+    k is the most that any query of the batch sees.
+    """
+    sequences, positions = token_positions(batch)
+    most = max((kv // 128 for kv in batch.kv_lens), default=0)
+    entries = torch.arange(most, device=positions.device).expand(positions.shape[0], -1)
+    seen = entries < closed_entries(positions, 128)[:, None]
+    return _table_slots(batch.block_table, sequences, entries, batch.page_tokens // 128, seen)
+
+
+def token_positions(batch: PagedBatch) -> tuple[Tensor, Tensor]:
+    """Sequence and position (n,) int64 of each of the batch's tokens; -1 in a padding row."""
+    offsets = batch.cu_seqlens_q.to(torch.int64)
+    query, stops = offsets.diff(), batch.kv_lens_device.to(torch.int64)
+    n = sum(batch.query_lens)
+    sequences = torch.repeat_interleave(query, output_size=n)
+    tokens = torch.arange(n, device=offsets.device)
+    return sequences, tokens + (stops - query - offsets[:-1])[sequences]
+
+
+def _table_slots(
+    table: Tensor, sequences: Tensor, numbers: Tensor, per_page: int, wanted: Tensor
+) -> Tensor:
+    """Slots (n, k) int32 of each sequence's slot ``numbers``, -1 where not ``wanted``."""
+    slots = _lookup(table[sequences], numbers.clamp_min(0), per_page, wanted)
+    return torch.where(wanted, slots, -1).int()
+
+
+def _lookup(tables: Tensor, numbers: Tensor, per_page: int, wanted: Tensor) -> Tensor:
+    if not tables.shape[-1]:
+        tables = tables.new_full((*tables.shape[:-1], 1), -1)
+    columns = numbers // per_page
+    inside = columns.clamp_max(tables.shape[-1] - 1)
+    page = tables.to(torch.int64).gather(-1, inside)
+    if bool((wanted & ((page < 0) | (columns != inside))).any()):
+        raise ValueError("the table lacks a page that is needed")
+    return page * per_page + numbers % per_page
