@@ -22,14 +22,14 @@ from kvtier.config import CacheConfig
 from kvtier.core import lookup
 from kvtier.core.keys import ANONYMOUS, chain_base, check_spans
 from kvtier.core.machine import CacheCore
-from kvtier.core.ops import Kind, OpKind
+from kvtier.core.ops import OpKind
 from kvtier.errors import CacheClosed, ConfigError, KVTierError, LeaseError, StoreError
 from kvtier.layouts.base import Layout
 from kvtier.lease import Lease, Pin, as_int, check_count, opened_at
 from kvtier.metrics import prometheus_text
 from kvtier.pump import Pump, running_future
 from kvtier.seams import Store, Transfer
-from kvtier.sizing import geometry_for
+from kvtier.sizing import geometry_for, record_bytes
 from kvtier.step import PagedTransfer, Step, StepBuffers
 from kvtier.stepping import Stepping
 from kvtier.tokens import TokenBuffer, Tokens, pack
@@ -110,12 +110,7 @@ class Cache:
                 opened.close()
             raise
         self._pool = transfer.pool if isinstance(transfer, PagedTransfer) else None
-        record_bytes = {
-            Kind.HISTORY: layout.page_bytes(),
-            Kind.CHECKPOINT: layout.checkpoint_bytes(),
-            Kind.TAIL: layout.checkpoint_bytes(),
-        }
-        self._pump = Pump(self._core, transfer, record_bytes)
+        self._pump = Pump(self._core, transfer, partial(record_bytes, layout))
         self._look = partial(lookup.match, self._core.residency)
         self._saver = ThreadPoolExecutor(1, "kvtier-flush")
         """Where ``flush`` saves recency: has no thread until there is something to save."""

@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
@@ -27,7 +27,7 @@ from weakref import WeakSet
 
 from kvtier.core.leases import LeaseRecord, PrefetchRecord
 from kvtier.core.machine import CacheCore
-from kvtier.core.ops import Kind, Op, OpKind
+from kvtier.core.ops import Op, OpKind, Part
 from kvtier.errors import CacheClosed, InvariantError, KVTierError
 from kvtier.seams import Transfer
 from kvtier.types import LeaseState, Tier
@@ -83,7 +83,9 @@ class Pump:
     are the parent's.  Blocks do not nest.
     """
 
-    def __init__(self, core: CacheCore, transfer: Transfer, part_bytes: Mapping[Kind, int]) -> None:
+    def __init__(
+        self, core: CacheCore, transfer: Transfer, part_bytes: Callable[[Part], int]
+    ) -> None:
         self.transfer = transfer
         self.closed = False
         self.moved: dict[tuple[Tier, str], int] = {}
@@ -359,7 +361,7 @@ class Pump:
         if op.kind in (OpKind.DROP, OpKind.CLEAR):
             return
         for part in op.parts[:delivered]:
-            size = self._part_bytes[part.kind]
+            size = self._part_bytes(part)
             ends = [(part.source, "read"), (part.target, "written")]
             if part.via:
                 ends += [(Tier.CPU, "written"), (Tier.CPU, "read")]

@@ -5,10 +5,12 @@ Pure arithmetic, and the place where a configuration that could never serve a re
 
 from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
+from kvtier.core.ops import Kind, Part
 from kvtier.errors import ConfigError
 from kvtier.layouts.base import Layout
+from kvtier.types import Tier
 
-__all__ = ["geometry_for"]
+__all__ = ["geometry_for", "record_bytes"]
 
 MIN_PAGES = 2
 """A request's own page and the one it grows into: with fewer nothing but one-page prompts runs."""
@@ -72,6 +74,21 @@ def geometry_for(layout: Layout, config: CacheConfig, *, disk_frames: int = 0) -
         gpu_windows=gpu_windows,
         max_draft=layout.max_draft,
     )
+
+
+def record_bytes(layout: Layout, part: Part) -> int:
+    """Bytes of the record that a part moves.
+
+    A checkpoint has one size in every tier, also near the start of a sequence, where a live tail
+    takes or gives fewer window pages than it has room for.  A whole tail has as many window pages
+    as its device end names.
+    """
+    if part.kind is Kind.HISTORY:
+        return layout.page_bytes()
+    if part.kind is Kind.CHECKPOINT:
+        return layout.checkpoint_bytes()
+    live = part.src if part.source is Tier.GPU else part.dst
+    return layout.tail_bytes(len(live) - 1)
 
 
 def _bytes(size: int | str) -> int:

@@ -17,26 +17,12 @@ from kvtier.errors import StoreError
 from kvtier.kernels.pack import copy_spans, pack_pages, unpack_pages
 from kvtier.layouts.base import Layout
 from kvtier.seams import Read, Record, Store
+from kvtier.sizing import record_bytes
 from kvtier.types import Tier
 
-__all__ = ["Loader", "Packer", "record_of", "size_of"]
+__all__ = ["Loader", "Packer", "record_of"]
 
 Place = tuple[HostArena, tuple[int, ...]]
-
-
-def size_of(layout: Layout, part: Part) -> int:
-    """Bytes of the record that a part moves.
-
-    A checkpoint has one size in every tier, also near the start of a sequence, where a live tail
-    takes or gives fewer window pages than it has room for.  A whole tail has as many window pages
-    as its device end names.
-    """
-    if part.kind is Kind.HISTORY:
-        return layout.page_bytes()
-    if part.kind is Kind.CHECKPOINT:
-        return layout.checkpoint_bytes()
-    live = part.src if part.source is Tier.GPU else part.dst
-    return layout.tail_bytes(len(live) - 1)
 
 
 def is_live(part: Part, *, source: bool) -> bool:
@@ -46,7 +32,7 @@ def is_live(part: Part, *, source: bool) -> bool:
 
 def record_of(layout: Layout, host: HostArena, part: Part) -> Record:
     """What a STORE part hands to the store; its payload shares the host frames."""
-    size = size_of(layout, part)
+    size = record_bytes(layout, part)
     return Record(
         key=part.key,
         parent=part.parent,
@@ -80,7 +66,7 @@ class Packer:
                 pack_pages(self._pool.history, pages, self._staging.frames, rows)
             for part, held in zip(parts, slots, strict=True):
                 if part.kind is not Kind.HISTORY:
-                    if size_of(self._layout, part) > len(held) * self._host.frame_bytes:
+                    if record_bytes(self._layout, part) > len(held) * self._host.frame_bytes:
                         raise ValueError(f"a tail of {part.src} does not fit {len(held)} frames")
                     tail = self._pool.spans(part.kind, part.src, live=is_live(part, source=True))
                     copy_spans(tail, self._staging.spans(held))
@@ -95,7 +81,7 @@ class Packer:
                 copy_spans(self._staging.spans(held), list(self._host.spans(part.dst)))
         self._streams.mark(Lane.DRAIN).synchronize()
         for part in parts:
-            self._host.seal(part.dst, size_of(self._layout, part))
+            self._host.seal(part.dst, record_bytes(self._layout, part))
 
 
 class Loader:
@@ -144,7 +130,7 @@ class Loader:
             arena, frames = places[i]
             arena.unseal(frames)
             part = parts[i]
-            size = size_of(self._layout, part)
+            size = record_bytes(self._layout, part)
             reads.append(Read(part.key, part.parent, part.tokens, arena.views(frames), size))
         found = self._store.read_into(reads)
         missing = (i for i, good in zip(wanted, found, strict=True) if not good)
@@ -192,7 +178,7 @@ class Loader:
             elif part.via:
                 places.append((self._host, part.via))
             else:
-                count = -(-size_of(self._layout, part) // self._host.frame_bytes)
+                count = -(-record_bytes(self._layout, part) // self._host.frame_bytes)
                 places.append((self._bounce, tuple(range(used, used + count))))
                 used += count
         return places

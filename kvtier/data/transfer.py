@@ -29,13 +29,14 @@ from kvtier.core.ops import Op, OpKind
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
 from kvtier.data.jobs import Job, Workers
-from kvtier.data.records import Loader, Packer, is_live, record_of, size_of
+from kvtier.data.records import Loader, Packer, is_live, record_of
 from kvtier.data.staging import Staging
 from kvtier.data.streams import Event, Lane, streams_for
 from kvtier.errors import CacheClosed, StoreError
 from kvtier.kernels.pack import copy_spans
 from kvtier.layouts.base import Layout
 from kvtier.seams import Store
+from kvtier.sizing import record_bytes
 
 __all__ = ["DeviceTransfer"]
 
@@ -235,7 +236,7 @@ class DeviceTransfer:
     def _start_restore(self, job: Job) -> None:
         start, frames = 0, 0
         for i, part in enumerate(job.op.parts):
-            size = -(-size_of(self._layout, part) // self.host.frame_bytes)
+            size = -(-record_bytes(self._layout, part) // self.host.frame_bytes)
             if i > start and frames + size > self._batch_frames:
                 self._submit_load(job, start, i)
                 start, frames = i, 0
