@@ -3,7 +3,7 @@
 from kvtier.layouts.base import Component, Layout, Share
 from kvtier.layouts.gqa import gqa
 from kvtier.layouts.mla import mla
-from kvtier.layouts.retile import retile
+from kvtier.layouts.retile import retile, retile_pages
 from kvtier.layouts.swa_c4_c128 import swa_c4_c128
 
-__all__ = ["Component", "Layout", "Share", "gqa", "mla", "retile", "swa_c4_c128"]
+__all__ = ["Component", "Layout", "Share", "gqa", "mla", "retile", "retile_pages", "swa_c4_c128"]
