@@ -1,40 +1,57 @@
 """Gather pages of all layers into contiguous packed records, and scatter them back.
 
-Raw bytes only: what a byte means is the layout's business.  The reference in torch; every other
-backend has the same signatures.
+Raw bytes only: what a byte means is the layout's business.  On a CUDA device where triton is there
+each call is one launch (``kvtier.kernels.triton_pack``); anywhere else it is done section by
+section, which is also the reference.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
-__all__ = ["Sections", "copy_spans", "pack_pages", "unpack_pages"]
+if TYPE_CHECKING:
+    from kvtier.kernels.triton_pack import Chunks
+
+__all__ = ["Sections", "copy_spans", "pack_pages", "pack_tails", "unpack_pages", "unpack_tails"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sections:
     """Where the sections of a packed record lie on the device.
 
-    Section i of page p is row p of ``storages[i]``, a contiguous uint8 tensor (pages, bytes); in a
-    record it starts at ``offsets[i]``.
+    Section i of page p is row p of ``storages[i]``, a uint8 tensor (pages, bytes) whose rows are
+    whole but need not be adjacent; in a record it starts at ``offsets[i]``.  A record may be made
+    of several pages: ``members[i]`` says which of them section i is of (empty: all of the first).
     """
 
     storages: tuple[torch.Tensor, ...]
     offsets: tuple[int, ...]
+    members: tuple[int, ...] = ()
+    _chunks: "dict[int, Chunks]" = field(default_factory=dict, init=False, repr=False)
+    """Device tables by bytes of a record's row, made when first used."""
 
     def __post_init__(self) -> None:
-        assert len(self.storages) == len(self.offsets)
+        if not self.members:
+            object.__setattr__(self, "members", (0,) * len(self.storages))
+        assert len(self.storages) == len(self.offsets) == len(self.members)
         for storage in self.storages:
             assert storage.dtype is torch.uint8
             assert storage.dim() == 2
-            assert storage.is_contiguous()
+            assert storage.stride(1) == 1
 
     @property
     def record_bytes(self) -> int:
         return max(
             (at + s.shape[1] for at, s in zip(self.offsets, self.storages, strict=True)), default=0
         )
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """(storage, offset, member) of each section."""
+        return zip(self.storages, self.offsets, self.members, strict=True)
 
 
 def pack_pages(
@@ -43,16 +60,20 @@ def pack_pages(
     """Gather: row ``rows[i]`` of ``records`` becomes the packed record of page ``pages[i]``.
 
     ``records`` is uint8 (rows, at least ``record_bytes``), on the sections' device; bytes behind
-    the record are left alone.  Rows must differ.  In stream order on CUDA.
+    the record are left alone.  Rows must differ.  In stream order on CUDA.  Raises IndexError,
+    having moved nothing, for a page or a row that is not there.
     """
-    _check(sections, pages, records, rows)
+    _check_pages(sections, pages, records, rows)
+    if _one_launch(records.device):
+        _launch(sections, [(p,) for p in pages], records, [(r,) for r in rows], unpack=False)
+        return
     if records.device.type == "cpu":
         there = records.numpy()
-        for storage, at in zip(sections.storages, sections.offsets, strict=True):
+        for storage, at, _ in sections:
             there[rows, at : at + storage.shape[1]] = storage.numpy()[pages]
         return
     page_ids, row_ids = _ids(pages, records), _ids(rows, records)
-    for storage, at in zip(sections.storages, sections.offsets, strict=True):
+    for storage, at, _ in sections:
         part = records[:, at : at + storage.shape[1]]
         part.index_copy_(0, row_ids, storage.index_select(0, page_ids))
 
@@ -62,18 +83,60 @@ def unpack_pages(
 ) -> None:
     """Scatter: page ``pages[i]`` becomes what row ``rows[i]`` of ``records`` holds, packed.
 
-    Shapes as for ``pack_pages``.  Pages must differ.  In stream order on CUDA.
+    As ``pack_pages``; pages must differ.
     """
-    _check(sections, pages, records, rows)
+    _check_pages(sections, pages, records, rows)
+    if _one_launch(records.device):
+        _launch(sections, [(p,) for p in pages], records, [(r,) for r in rows], unpack=True)
+        return
     if records.device.type == "cpu":
         there = records.numpy()
-        for storage, at in zip(sections.storages, sections.offsets, strict=True):
+        for storage, at, _ in sections:
             storage.numpy()[pages] = there[rows, at : at + storage.shape[1]]
         return
     page_ids, row_ids = _ids(pages, records), _ids(rows, records)
-    for storage, at in zip(sections.storages, sections.offsets, strict=True):
+    for storage, at, _ in sections:
         part = records[:, at : at + storage.shape[1]]
         storage.index_copy_(0, page_ids, part.index_select(0, row_ids))
+
+
+def pack_tails(
+    sections: Sections,
+    tails: Sequence[Sequence[int]],
+    records: torch.Tensor,
+    rows: Sequence[Sequence[int]],
+) -> None:
+    """Gather: the rows ``rows[i]`` of ``records``, one after the other, become the packed record
+    made of the pages ``tails[i]``.
+
+    A page of -1 reads as zeros.  Otherwise as ``pack_pages``; the rows of a record are filled in
+    turn, each to its end.
+    """
+    _check_tails(sections, tails, records, rows)
+    if _one_launch(records.device):
+        _launch(sections, tails, records, rows, unpack=False)
+        return
+    for page, storage, spans in _tail_spans(sections, tails, records, rows):
+        copy_spans([storage[page] if page >= 0 else storage.shape[1]], spans)
+
+
+def unpack_tails(
+    sections: Sections,
+    tails: Sequence[Sequence[int]],
+    records: torch.Tensor,
+    rows: Sequence[Sequence[int]],
+) -> None:
+    """Scatter: the pages ``tails[i]`` become what the rows ``rows[i]`` of ``records`` hold.
+
+    As ``pack_tails``; a page of -1 is skipped.
+    """
+    _check_tails(sections, tails, records, rows)
+    if _one_launch(records.device):
+        _launch(sections, tails, records, rows, unpack=True)
+        return
+    for page, storage, spans in _tail_spans(sections, tails, records, rows):
+        if page >= 0:
+            copy_spans(spans, [storage[page]])
 
 
 def copy_spans(source: Sequence[torch.Tensor | int], target: Sequence[torch.Tensor | int]) -> None:
@@ -82,15 +145,38 @@ def copy_spans(source: Sequence[torch.Tensor | int], target: Sequence[torch.Tens
     A span is a 1-D uint8 tensor, or a number of bytes that are not there: as a source they read
     as zeros, as a target they are skipped.  Stops at the end of the shorter run.
     """
+    moves = list(_moves(source, target))
+    device = next((dst.device for _, dst in moves), torch.device("cpu"))
+    if _one_launch(device) and all(
+        isinstance(src, int) or src.device == device for src, _ in moves
+    ):
+        from kvtier.kernels.triton_pack import copy_runs
+
+        copy_runs(
+            [
+                (0 if isinstance(src, int) else src.data_ptr(), dst.data_ptr(), dst.numel())
+                for src, dst in moves
+            ],
+            device,
+        )
+        return
+    for src, dst in moves:
+        if isinstance(src, torch.Tensor):
+            dst.copy_(src, non_blocking=True)
+        else:
+            dst.zero_()
+
+
+def _moves(
+    source: Sequence[torch.Tensor | int], target: Sequence[torch.Tensor | int]
+) -> Iterator[tuple[torch.Tensor | int, torch.Tensor]]:
+    """Pairs of equal length, those left out that nothing is written to."""
     sources, targets = list(source)[::-1], list(target)[::-1]
     while sources and targets:
         src, dst = sources.pop(), targets.pop()
         length = min(_length(src), _length(dst))
-        if isinstance(dst, torch.Tensor):
-            if isinstance(src, torch.Tensor):
-                dst[:length].copy_(src[:length], non_blocking=True)
-            else:
-                dst[:length].zero_()
+        if isinstance(dst, torch.Tensor) and length:
+            yield src[:length] if isinstance(src, torch.Tensor) else length, dst[:length]
         if _length(src) > length:
             sources.append(_rest(src, length))
         if _length(dst) > length:
@@ -110,16 +196,89 @@ def _ids(ids: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int64, device=like.device)
 
 
-def _check(
+def _tail_spans(
+    sections: Sections,
+    tails: Sequence[Sequence[int]],
+    records: torch.Tensor,
+    rows: Sequence[Sequence[int]],
+) -> Iterator[tuple[int, torch.Tensor, list[torch.Tensor | int]]]:
+    """(page, storage, where in the record's rows it lies) of every section of every tail."""
+    width = records.shape[1]
+    for tail, held in zip(tails, rows, strict=True):
+        for storage, at, member in sections:
+            spans: list[torch.Tensor | int] = []
+            stop = at + storage.shape[1]
+            while at < stop:
+                row, start = divmod(at, width)
+                length = min(stop - at, width - start)
+                spans.append(records[held[row], start : start + length])
+                at += length
+            yield tail[member], storage, spans
+
+
+def _one_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _launch(
+    sections: Sections,
+    pages: Sequence[Sequence[int]],
+    records: torch.Tensor,
+    rows: Sequence[Sequence[int]],
+    *,
+    unpack: bool,
+) -> None:
+    from kvtier.kernels.triton_pack import cut, move
+
+    width = records.shape[1]
+    chunks = sections._chunks.get(width)
+    if chunks is None:
+        chunks = sections._chunks.setdefault(width, cut(sections, width))
+    move(chunks, pages, records, rows, unpack=unpack)
+
+
+def _check_pages(
     sections: Sections, pages: Sequence[int], records: torch.Tensor, rows: Sequence[int]
 ) -> None:
     assert len(pages) == len(rows), (pages, rows)
-    assert records.dtype is torch.uint8
-    assert records.dim() == 2
-    assert records.shape[1] >= sections.record_bytes, "a record does not fit a row"
+    assert not any(sections.members), "these records take several pages"
+    assert records.shape[-1] >= sections.record_bytes, "a record does not fit a row"
+    _check_records(sections, records)
     # Out-of-range ids would wrap around (-1) or fault on a device far from here.
     num_pages = sections.storages[0].shape[0]
-    if any(not 0 <= p < num_pages for p in pages) or any(
-        not 0 <= r < records.shape[0] for r in rows
-    ):
+    if not _within(pages, num_pages) or not _within(rows, records.shape[0]):
         raise IndexError(f"pages {pages} of {num_pages}, rows {rows} of {records.shape[0]}")
+
+
+def _check_tails(
+    sections: Sections,
+    tails: Sequence[Sequence[int]],
+    records: torch.Tensor,
+    rows: Sequence[Sequence[int]],
+) -> None:
+    assert len(tails) == len(rows), (tails, rows)
+    _check_records(sections, records)
+    needed = -(-sections.record_bytes // records.shape[1])
+    assert all(len(held) >= needed for held in rows), "a record does not fit its rows"
+    for member in set(sections.members):
+        num_pages = min(s.shape[0] for s, _, m in sections if m == member)
+        if not all(-1 <= tail[member] < num_pages for tail in tails):
+            raise IndexError(f"page {member} of tails {tails}: there are {num_pages}")
+    if not all(_within(held, records.shape[0]) for held in rows):
+        raise IndexError(f"rows {rows} of {records.shape[0]}")
+
+
+def _check_records(sections: Sections, records: torch.Tensor) -> None:
+    assert records.dtype is torch.uint8
+    assert records.dim() == 2
+    assert records.stride(1) == 1
+    assert records.device == sections.storages[0].device
+
+
+def _within(numbers: Sequence[int], count: int) -> bool:
+    return not numbers or (min(numbers) >= 0 and max(numbers) < count)

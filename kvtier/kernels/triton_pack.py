@@ -1,0 +1,167 @@
+"""Gather, scatter and copy of raw bytes on a GPU, each in one launch.
+
+Sections are cut once, when they are first used, into chunks that a program moves at a time; the
+table of chunks lies on the device.  A launch takes one small upload of numbers, whatever the
+layout.  Addresses are 64 bits wide.  Owns no check of its arguments: ``kvtier.kernels.pack``, whose
+functions these carry out, has made them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from kvtier.kernels.pack import Sections
+
+__all__ = ["CHUNK", "Chunks", "copy_runs", "cut", "move"]
+
+CHUNK = 16384
+"""Bytes a program moves at most: enough loads in flight at once, enough programs a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """What the sections of a record come to, for records whose rows have ``row_bytes``."""
+
+    table: torch.Tensor
+    """(chunks, 6) int64 on the device: address in page 0, bytes from page to page, row of the
+    record, first byte in that row, bytes, which of an item's numbers is the page."""
+    members: int
+    """Page numbers of an item."""
+    rows: int
+    """Rows of a record."""
+
+
+def cut(sections: "Sections", row_bytes: int) -> Chunks:
+    """Chunks of ``sections``: none is longer than ``CHUNK`` or crosses the end of a row.
+
+    Blocks until the table is on the device, so that any stream may read it.
+    """
+    lines: list[tuple[int, ...]] = []
+    for storage, offset, member in zip(
+        sections.storages, sections.offsets, sections.members, strict=True
+    ):
+        address, size = storage.data_ptr(), storage.shape[1]
+        done = 0
+        while done < size:
+            row, start = divmod(offset + done, row_bytes)
+            length = min(CHUNK, size - done, row_bytes - start)
+            lines.append((address + done, storage.stride(0), row, start, length, member))
+            done += length
+    device = sections.storages[0].device
+    return Chunks(
+        table=torch.tensor(lines, dtype=torch.int64, device=device),
+        members=1 + max(sections.members),
+        rows=-(-sections.record_bytes // row_bytes),
+    )
+
+
+def move(
+    chunks: Chunks,
+    pages: Sequence[Sequence[int]],
+    records: torch.Tensor,
+    rows: Sequence[Sequence[int]],
+    *,
+    unpack: bool,
+) -> None:
+    """Gather records from pages or (``unpack``) scatter them, all of them in one launch.
+
+    ``pages`` (items, members) and ``rows`` (items, rows of a record) number pages and rows of
+    ``records``, uint8 (any, row bytes) with adjacent bytes.  A page of -1 reads as zeros and is
+    not written.
+    """
+    if not pages:
+        return
+    ids = [[*item, *held] for item, held in zip(pages, rows, strict=True)]
+    num_chunks = chunks.table.shape[0]
+    _move[(num_chunks * len(ids),)](
+        chunks.table,
+        _upload(ids, records.device),
+        records,
+        records.stride(0),
+        num_chunks,
+        chunks.members,
+        chunks.members + chunks.rows,
+        UNPACK=unpack,
+        CHUNK=CHUNK,
+    )
+
+
+def copy_runs(runs: Sequence[tuple[int, int, int]], device: torch.device) -> None:
+    """Copy runs of (source address, target address, bytes) in one launch; source 0 means zeros."""
+    lines = [
+        (source and source + at, target + at, min(CHUNK, size - at))
+        for source, target, size in runs
+        for at in range(0, size, CHUNK)
+    ]
+    if lines:
+        _copy_runs[(len(lines),)](_upload(lines, device), CHUNK=CHUNK)
+
+
+def _upload(numbers: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    # From pageable memory: the driver has read it when this returns.  Allocated on the stream that
+    # reads it, so its memory cannot be reused before it was read.
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
+@triton.jit
+def _copy(source, target, size, held, CHUNK: tl.constexpr):
+    """``size`` bytes (up to CHUNK) from one address to another; zeros unless ``held``."""
+    if ((source | target | size) & 15) == 0:
+        _copy_words(source, target, size, held, CHUNK)
+    else:
+        _copy_bytes(source, target, size, held)
+
+
+@triton.jit
+def _copy_words(source, target, size, held, CHUNK: tl.constexpr):
+    # The hints make of every two words one access of 16 bytes.
+    there = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
+    here = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
+    words = tl.arange(0, CHUNK // 8)
+    inside = words < tl.multiple_of(size // 8, 2)
+    tl.store(here + words, tl.load(there + words, mask=inside & held, other=0), mask=inside)
+
+
+@triton.jit
+def _copy_bytes(source, target, size, held):
+    there = source.to(tl.pointer_type(tl.uint8))
+    here = target.to(tl.pointer_type(tl.uint8))
+    at = tl.arange(0, 1024).to(tl.int64)
+    left = size
+    while left > 0:
+        inside = at < size
+        tl.store(here + at, tl.load(there + at, mask=inside & held, other=0), mask=inside)
+        at += 1024
+        left -= 1024
+
+
+@triton.jit(do_not_specialize=["row_bytes", "num_chunks", "members", "width"])
+def _move(
+    table, ids, records, row_bytes, num_chunks, members, width,
+    UNPACK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    line = table + program % num_chunks * 6
+    numbers = ids + program // num_chunks * width
+    page = tl.load(numbers + tl.load(line + 5))
+    row = tl.load(numbers + members + tl.load(line + 2))
+    paged = tl.load(line) + page * tl.load(line + 1)
+    packed = records.to(tl.int64) + row * row_bytes + tl.load(line + 3)
+    size = tl.load(line + 4)
+    if UNPACK:
+        if page >= 0:
+            _copy(packed, paged, size, True, CHUNK)
+    else:
+        _copy(paged, packed, size, page >= 0, CHUNK)
+
+
+@triton.jit
+def _copy_runs(table, CHUNK: tl.constexpr):
+    line = table + tl.program_id(0) * 3
+    source = tl.load(line)
+    _copy(source, tl.load(line + 1), tl.load(line + 2), source != 0, CHUNK)
