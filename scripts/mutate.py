@@ -485,8 +485,8 @@ BUGS = [
     Bug(
         "the last identity asked for is taken for any",
         "tree",
-        "(last := self._last) is not None and last[0] is identity:",
-        "(last := self._last) is not None:",
+        "        if last is not identity:",
+        "        if last is None:",
     ),
     Bug(
         "identities with leases are forgotten",
@@ -503,8 +503,8 @@ BUGS = [
     Bug(
         "a page's key ignores what stands before it",
         "keys",
-        "hashlib.blake2b(parent + tokens,",
-        "hashlib.blake2b(tokens,",
+        "h.update(parent + tokens)",
+        "h.update(tokens)",
     ),
     Bug(
         "a span's place is not part of the key",

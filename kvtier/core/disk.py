@@ -7,6 +7,7 @@ first holds for both.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ __all__ = ["DiskTable"]
 _EMPTY, _GONE = -1, -2
 _OVERFLOW = 4096
 _START = 1024
+_FIRST_WORD = Struct("<Q")
 
 
 class DiskTable:
@@ -117,7 +119,7 @@ class DiskTable:
     def find(self, key: bytes) -> int:
         """The row of this key, or -1."""
         index, keys = self._index, self._keys
-        slot = int.from_bytes(key[:8], "little") & self._mask
+        slot: int = _FIRST_WORD.unpack_from(key)[0] & self._mask
         while True:
             row = index[slot]
             if row >= 0:
@@ -166,7 +168,7 @@ class DiskTable:
             self.kids[parent] += 1
         self.used += frames
         self.rows += 1
-        slot = int.from_bytes(key[:8], "little") & self._mask
+        slot: int = _FIRST_WORD.unpack_from(key)[0] & self._mask
         while self._index[slot] >= 0:
             slot += 1
         if slot >= len(self._index) - 2:
@@ -193,7 +195,7 @@ class DiskTable:
         key = self.key(row)
         assert self.live[row] and not self.kids[row], "I6: removing a page under its child"
         index = self._index
-        slot = int.from_bytes(key[:8], "little") & self._mask
+        slot: int = _FIRST_WORD.unpack_from(key)[0] & self._mask
         while index[slot] != row:
             slot += 1
         index[slot] = _GONE

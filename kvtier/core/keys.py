@@ -49,11 +49,16 @@ def chain_root(base: bytes, identity: Identity) -> bytes:
     return _digest(b"kvtier root 1", base, tenant, adapter, identity.salt)
 
 
+_PAGE = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvtier page 1")  # cheaper to copy
+
+
 def page_key(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
     """Key of the page ``tokens`` (packed) behind ``parent``; ``extra`` comes from its spans."""
     if extra:
         return _digest(b"kvtier span 1", parent, tokens, extra)
-    return hashlib.blake2b(parent + tokens, digest_size=KEY_BYTES, person=b"kvtier page 1").digest()
+    h = _PAGE.copy()
+    h.update(parent + tokens)
+    return h.digest()
 
 
 def checkpoint_key(page: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """``match``: what a lease opened now would find.  Reads only."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from kvtier.core.copies import CHECKPOINT, CPU, GPU
 from kvtier.core.keys import check_spans, checkpoint_key, page_extras, page_key
@@ -13,6 +14,7 @@ from kvtier.types import Identity, PrefixMatch, Span
 __all__ = ["match"]
 
 _NOTHING = PrefixMatch(0, 0, 0, 0, 0, 0)
+_NO_EXTRAS: Mapping[int, bytes] = MappingProxyType({})
 _new = tuple.__new__  # half the time of calling the class, on the path that is asked most
 
 
@@ -20,27 +22,30 @@ def match(
     res: Residency, tokens: TokenBuffer, identity: Identity, spans: Sequence[Span]
 ) -> PrefixMatch:
     """What a lease opened now would find.  Reads only: no pin, no recency change."""
-    geometry, tree, data = res.geometry, res.tree, tokens.data
-    page = geometry.page_tokens
-    limit = ((len(data) >> 2) - 1) // page
-    extras: dict[int, bytes] = {}
+    data, disk, extras = tokens.data, res.disk, _NO_EXTRAS
     if spans:
         spans = check_spans(spans, len(tokens))
-        extras = page_extras(spans, page)
-    root = tree.find_root(identity)
+        extras = page_extras(spans, res.geometry.page_tokens)
+    root = res.tree.find_root(identity)
     if root is None:
-        if res.disk is None or not res.disk.rows or limit < 1:
+        if disk is None or not disk.rows:
             return _NOTHING
-        root = res.new_root(identity)
-    last = tree.walk(root, data, extras)
+        last = res.bare_root(identity)
+    else:
+        last = res.tree.walk(root, data, extras)
     known = history = last.depth
-    if not known and res.disk is None:
+    if not known and disk is None:
         return _NOTHING
+    geometry = res.geometry
+    page = geometry.page_tokens
+    limit = ((len(data) >> 2) - 1) // page
     if known >= limit > 0 and last.copies[GPU] and not (spans or geometry.has_tails):
         tokens_found = limit * page  # all on the device
         return _new(PrefixMatch, (tokens_found, known * page, tokens_found, 0, 0, 0))
-    if known < limit and res.disk is not None:
+    if known < limit and disk is not None:
         history += _disk_pages(res, last, data, extras, known, limit)
+        if not history:
+            return _NOTHING
     usable = min(history, limit)
     if spans or res.geometry.has_tails:
         usable = _resumable(res, last, history, usable, data, extras, spans)
@@ -124,7 +129,7 @@ def _disk_pages(
     disk, stride = res.disk, res.tree.stride
     if disk is None or not disk.rows:
         return 0
-    key, page = res.digest(last), first
+    key, page = last.digest or res.digest(last), first
     while page < limit:
         tokens = data[page * stride : (page + 1) * stride]
         key = page_key(key, tokens, extras.get(page, b""))

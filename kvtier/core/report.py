@@ -42,7 +42,7 @@ def explain(
     spans = check_spans(spans, len(tokens)) if spans else ()
     extras = page_extras(spans, page) if spans else {}
     stride, data = page * 4, tokens.data
-    root = res.tree.roots.get(identity) or res.new_root(identity)
+    root = res.tree.roots.get(identity) or res.bare_root(identity)
     nodes = res.tree.path(res.tree.walk(root, data, extras or None))
     key, known = root.digest, True
     out: list[PageReport] = []

@@ -68,6 +68,7 @@ class Residency:
         """Copies that left the tree while an operation still held their frames."""
         self.parked: dict[Copy, None] = {}
         """Host copies that belong to paused leases."""
+        self._bare: tuple[Identity, Node] | None = None
         self._ghosts: set[bytes] = set()
         self._ghost_ring: deque[bytes] = deque()
         self.tick = 0
@@ -84,11 +85,12 @@ class Residency:
             root.digest = self.root_key(identity)
         return root
 
-    def new_root(self, identity: Identity) -> Node:
+    def bare_root(self, identity: Identity) -> Node:
         """A root that is not in the tree, for reading: what only the disk knows hangs below it."""
-        root = Node(None, None, 0, 0)
-        root.digest = self.root_key(identity)
-        return root
+        if self._bare is None or self._bare[0] is not identity:
+            self._bare = identity, Node(None, None, 0, 0)
+            self._bare[1].digest = self.root_key(identity)
+        return self._bare[1]
 
     def root_key(self, identity: Identity) -> bytes:
         return chain_root(self.chain, identity)

@@ -132,14 +132,14 @@ class RadixTree:
         self._head = min(_HEAD_BYTES, self.stride)
         self.roots: dict[Identity, Node] = {}
         self.num_nodes = 0
-        self._last: tuple[Identity, Node] | None = None
+        self._last: tuple[Identity | None, Node | None] = None, None
         self._sweep_at = 64
 
     def find_root(self, identity: Identity) -> Node | None:
-        """The root of an identity that is known; the last one asked for is at hand."""
-        if (last := self._last) is not None and last[0] is identity:
-            return last[1]
-        if (root := self.roots.get(identity)) is not None:
+        """The root of an identity, if it is known; the last answer is at hand."""
+        last, root = self._last
+        if last is not identity:
+            root = self.roots.get(identity)
             self._last = identity, root
         return root
 
@@ -149,8 +149,9 @@ class RadixTree:
         if root is None:
             if len(self.roots) >= self._sweep_at:
                 self.roots = {who: r for who, r in self.roots.items() if r.children or r.pins}
-                self._sweep_at, self._last = 2 * len(self.roots) + 64, None
+                self._sweep_at = 2 * len(self.roots) + 64
             root = self.roots[identity] = Node(None, None, 0, 0)
+            self._last = identity, root
         return root
 
     # ------------------------------------------------------------------ reading
