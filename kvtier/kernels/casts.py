@@ -18,6 +18,7 @@ __all__ = [
     "power_of_two",
     "round_to_bf16",
     "tile_exponents",
+    "ue8m0_values",
 ]
 
 E4M3_MOST = 448.0
@@ -101,5 +102,12 @@ def tile_exponents(tiles: Tensor, *, most: float, floor: float) -> Tensor:
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """float32 2**(e - 127) of biased exponents (any integer type), 1 <= e <= 254; 255 is +inf."""
+    """float32 2**(e - 127) of biased exponents (any integer type), 1 <= e <= 254."""
     return (exponents.to(torch.int32) << 23).view(torch.float32)
+
+
+def ue8m0_values(codes: Tensor) -> Tensor:
+    """float32 values of UE8M0 bytes (uint8): 2**(e - 127), 0 included; 255 is NaN."""
+    bits = codes.to(torch.int32) << 23
+    bits = torch.where(codes == 0, 0x00400000, torch.where(codes == 255, 0x7FC00000, bits))
+    return bits.to(torch.int32).view(torch.float32)

@@ -29,6 +29,7 @@ from kvtier.kernels.casts import (
     power_of_two,
     round_to_bf16,
     tile_exponents,
+    ue8m0_values,
 )
 from kvtier.kernels.reference import write_rows
 
@@ -159,7 +160,7 @@ def unpack_v4(records: Tensor) -> Tensor:
     """Values (n, 512) float32 of 584-byte records (n, 584)."""
     codes, rope, exponents = torch.split(records, [448, 128, 8], dim=1)
     nope = e4m3_values(codes.contiguous()).view(records.shape[0], 7, 64)
-    nope = nope * power_of_two(exponents[:, :7])[..., None]
+    nope = nope * ue8m0_values(exponents[:, :7])[..., None]
     return torch.cat((nope.flatten(1), _values_of_bf16(rope)), dim=1)
 
 
@@ -194,7 +195,7 @@ def unpack_index_mxfp4(records: Tensor) -> Tensor:
     """Values (n, 128) float32 of 68-byte indexer keys."""
     pairs, exponents = torch.split(records, [64, 4], dim=1)
     codes = torch.stack((pairs & 0xF, pairs >> 4), dim=2).flatten(1)
-    tiles = e2m1_values(codes).view(records.shape[0], 4, 32) * power_of_two(exponents)[..., None]
+    tiles = e2m1_values(codes).view(records.shape[0], 4, 32) * ue8m0_values(exponents)[..., None]
     return tiles.flatten(1)
 
 
