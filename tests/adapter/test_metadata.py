@@ -118,7 +118,7 @@ def wrong_slot_type(step: Any) -> None:
         (setting("slot_mapping", 4, -2), "row 1: slot_mapping"),
         (twice, "written twice"),
         (no_component, "no component 'latent'"),
-        (wrong_slot_type, "slot_mapping must be int32"),
+        (wrong_slot_type, "slot_mapping.* must be int32"),
         *[(wrong_type(n), f"{n} must be int32") for n in ("positions", "block_table", "kv_lens")],
         *[(wrong_shape(n), f"{n} has shape") for n in ("positions", "kv_lens", "cu_seqlens_q")],
         (wrong_shape("block_table"), "block_table has shape"),

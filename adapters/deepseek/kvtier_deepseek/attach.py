@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast, final
 import torch
 from torch import Tensor, nn
 
-from kvtier import ConfigError, KVTierError, LayoutMismatch, TokenError
-from kvtier.kernels import Case, HeadDims, select_all, table, workspace_rows
-from kvtier.layouts import Layout
-from kvtier_deepseek import structure
-from kvtier_deepseek.attention import COMPONENT, LayerAttention, Run
-from kvtier_deepseek.config import head_dims, layout_for
+from kvtier import KVTierError, TokenError
+from kvtier.kernels import table
 from kvtier_deepseek.errors import UnsupportedModel
-from kvtier_deepseek.grouping import absorb_limit, make_run
-from kvtier_deepseek.metadata import StepLike, validate_step
+from kvtier_deepseek.family import Family, LayerAttention, Run
+from kvtier_deepseek.metadata import StepLike
+from kvtier_deepseek.mla.family import mla_family
+from kvtier_deepseek.v4.family import v4_family
+from kvtier_deepseek.v4.structure import looks_like_v4
 
 if TYPE_CHECKING:
     from kvtier import Cache
@@ -68,37 +67,19 @@ def attach(
     the cache's layout is not this model's, ConfigError for a backend, workspace or limit that
     cannot work.
     """
-    if max_absorbed is not None and max_absorbed < 0:
-        raise ConfigError(f"max_absorbed={max_absorbed} is negative; 0 turns the absorbed form off")
-    config: Any = getattr(model, "config", None)
     _check_model(model)
     for name, module in model.named_modules():
         if isinstance(vars(module).get("forward"), _Override):
             raise KVTierError(f"{name} is attached to a cache already; detach that adapter first")
-    layers = structure.attention_layers(model, config)
-    dims = head_dims(config)
-    first = layers[0].module
-    dtype = cast(nn.Module, first.kv_a_layernorm).weight.dtype
-    assert isinstance(dtype, torch.dtype)
-    _check_layout(cache.layout, config, dtype)
-    rotations = [structure.rotation_of(layer.module, config) for layer in layers]
-    order = structure.written_order(model, rotations[0], dims.rope)
-    if order != cache.layout.meta["rope_layout"] and dims.rope > 2:
-        raise UnsupportedModel(
-            f"the model writes its rope values {order}, rope_layout of its configuration says "
-            f"{cache.layout.meta['rope_layout']}"
-        )
-    device = next(model.parameters()).device
-    kernels = select_all(_cases(dims, dtype, device.type), backend=backend)
-    max_rows = workspace_rows(workspace_bytes, dims, dtype.itemsize, cache.layout.page_tokens)
-    attentions = [
-        LayerAttention(
-            layer.module, layer.index, rotation, dims, kernels, max_rows, workspace_bytes
-        )
-        for layer, rotation in zip(layers, rotations, strict=True)
-    ]
-    limit = absorb_limit(dims) if max_absorbed is None else max_absorbed
-    return Adapter(model, cache.layout, attentions, limit)
+    make = v4_family if looks_like_v4(model) else mla_family
+    family: Family = make(
+        model,
+        cache.layout,
+        backend=backend,
+        workspace_bytes=workspace_bytes,
+        max_absorbed=max_absorbed,
+    )
+    return Adapter(model, family)
 
 
 def backends() -> list[dict[str, str]]:
@@ -113,17 +94,13 @@ class Adapter:
     Steps may run in several threads at once, as far as the model itself allows it.
     """
 
-    def __init__(
-        self, model: nn.Module, layout: Layout, layers: list[LayerAttention], max_absorbed: int
-    ) -> None:
+    def __init__(self, model: nn.Module, family: Family) -> None:
         self._model = model
-        self._layout = layout
-        self._layers = layers
-        self._max_absorbed = max_absorbed
+        self._family = family
         self._overrides: list[_Override] = []
         self._report = StepReport(0, 0)
         try:
-            for layer in layers:
+            for layer in family.layers:
                 override = _Override(layer)
                 layer.module.forward = override
                 self._overrides.append(override)
@@ -138,13 +115,15 @@ class Adapter:
 
     @property
     def max_absorbed(self) -> int:
-        """Sequences with more new tokens than this take the materialised form."""
-        return self._max_absorbed
+        """Sequences with more new tokens than this take the materialised form; 0 for models that
+        have only one form."""
+        return self._family.max_absorbed
 
     @property
     def max_rows(self) -> int:
-        """Rows projected up at a time: what ``workspace_bytes`` came to."""
-        return self._layers[0].max_rows
+        """Rows projected up at a time: what ``workspace_bytes`` came to; 0 for models that project
+        none."""
+        return self._family.max_rows
 
     def __call__(self, step: StepLike) -> Tensor:
         """Logits of each lease's last token, (batch, vocab).  See ``forward``."""
@@ -164,21 +143,14 @@ class Adapter:
             raise KVTierError("this adapter is detached; attach the model again")
         device = step.to_device(pad_to=pad_to)
         if not _made_by_kvtier(step):
-            page_tokens = self._layout.page_tokens
-            slots = device.layer(self._layers[0].index).rows(COMPONENT).shape[0]
-            validate_step(step, page_tokens=page_tokens, num_pages=slots // page_tokens)
+            self._family.check_step(step, device)
         self._check_ids(step)
         tokens = int(step.input_ids.shape[0])
         ends = torch.from_numpy(step.cu_seqlens_q[1:].astype("int64")) - 1
         keep = (torch.arange(tokens) if all_logits else ends).to(device.input_ids.device)
         if tokens == 0:
             return self._no_logits(device.input_ids.device)
-        run = make_run(
-            step,
-            device,
-            page_tokens=self._layout.page_tokens,
-            max_absorbed=self._max_absorbed,
-        )
+        run = self._family.make_run(step, device)
         token = _RUN.set(run)
         try:
             with torch.no_grad():
@@ -188,12 +160,14 @@ class Adapter:
                     attention_mask=run.mask,  # returned as it is by the mask builder: 4 dimensions
                     use_cache=False,
                     logits_to_keep=keep,
+                    **self._family.options,
                 )
         finally:
             _RUN.reset(token)
-        if len(run.written) != len(self._layers):
+        if len(run.written) != len(self._family.layers):
             raise KVTierError(
-                f"only layers {run.written} of {len(self._layers)} used the cache in this step"
+                f"only layers {run.written} of {len(self._family.layers)} used the cache in this "
+                "step"
             )
         self._report = StepReport(
             tokens,
@@ -207,7 +181,7 @@ class Adapter:
     def warmup(self) -> None:
         """Run every kernel that a step may need once, on scratch pages; compiles what compiles."""
         with torch.no_grad():
-            self._layers[0].warmup(self._layout.page_tokens)
+            self._family.warmup()
 
     def detach(self) -> None:
         """The model as it was, bit for bit.  Idempotent.
@@ -272,26 +246,6 @@ class _Override:
         return getattr, (self.module, "forward")
 
 
-def _check_layout(layout: Layout, config: Any, dtype: torch.dtype) -> None:
-    """Raises LayoutMismatch naming the first field in which ``layout`` is not this model's."""
-    wanted = layout_for(config, page_tokens=layout.page_tokens, dtype=dtype)
-    if layout.name != wanted.name:
-        raise LayoutMismatch(f"layout is {layout.name!r}, the model needs {wanted.name!r}")
-    for name, value in wanted.meta.items():
-        if layout.meta.get(name) != value:
-            raise LayoutMismatch(f"{name} is {layout.meta.get(name)!r}, the model has {value!r}")
-    mine, needed = layout.components[0], wanted.components[0]
-    drafts = layout.draft_layers
-    for name, have, want in (
-        ("component", mine.name, COMPONENT),
-        ("dtype", mine.dtype, needed.dtype),
-        ("slot_bytes", mine.slot_bytes, needed.slot_bytes),
-        ("layers", mine.layers, tuple(range(len(needed.layers) + drafts))),
-    ):
-        if have != want:
-            raise LayoutMismatch(f"{name} is {have!r}, the model needs {want!r}")
-
-
 def _check_model(model: nn.Module) -> None:
     parameters = inspect.signature(model.forward).parameters
     for name in ("input_ids", "position_ids", "attention_mask", "logits_to_keep"):
@@ -299,18 +253,6 @@ def _check_model(model: nn.Module) -> None:
             raise UnsupportedModel(
                 f"{type(model).__name__}.forward takes no {name}; attach a ...ForCausalLM model"
             )
-
-
-def _cases(dims: HeadDims, dtype: torch.dtype, device: str) -> dict[str, Case]:
-    width = dims.latent + dims.rope
-    whole = (dims.nope + dims.rope, dims.value)
-    sizes = {
-        "write_rows": (width,),
-        "mla_absorbed": (width, dims.latent),
-        "mla_materialised": whole,
-        "mla_materialised_whole": whole,
-    }
-    return {name: Case(name, "dense", dim, dtype, device) for name, dim in sizes.items()}
 
 
 def _made_by_kvtier(step: object) -> bool:

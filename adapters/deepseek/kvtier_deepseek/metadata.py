@@ -4,7 +4,7 @@
 gets every inconsistency named before a kernel sees it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,8 +12,19 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kvtier import LayoutMismatch, TokenError
+from kvtier.layouts import Layout
 
-__all__ = ["DeviceStepLike", "LayerRows", "StepLike", "validate_step"]
+__all__ = [
+    "CaptureLike",
+    "DeviceStepLike",
+    "LayerRows",
+    "StepLike",
+    "TailDeviceStepLike",
+    "TailRows",
+    "TailStepLike",
+    "validate_step",
+    "validate_tail_step",
+]
 
 IntArray = npt.NDArray[np.int32]
 
@@ -23,6 +34,25 @@ class LayerRows(Protocol):
 
     def rows(self, component: str) -> Tensor:
         """(slots, width) view; slot i is row i."""
+
+
+class TailRows(LayerRows, Protocol):
+    """Pages, windows and states of one layer, and what checkpoints hold of it."""
+
+    def checkpoints(self, component: str) -> Tensor:
+        """Frames of the checkpoints due in this step: of a state (frames, slots, width), of
+        windows (frames, pages, ...)."""
+
+
+class CaptureLike(Protocol):
+    """A checkpoint due inside a step."""
+
+    @property
+    def row(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def frame(self) -> int: ...
 
 
 class DeviceStepLike(Protocol):
@@ -41,6 +71,16 @@ class DeviceStepLike(Protocol):
     @property
     def slot_mapping(self) -> Mapping[str, Tensor]: ...
     def layer(self, layer: int) -> LayerRows: ...
+
+
+class TailDeviceStepLike(DeviceStepLike, Protocol):
+    """The same of a layout with tails."""
+
+    @property
+    def state_slots(self) -> Tensor: ...
+    @property
+    def window_table(self) -> Tensor: ...
+    def layer(self, layer: int) -> TailRows: ...
 
 
 class StepLike(Protocol):
@@ -65,6 +105,17 @@ class StepLike(Protocol):
     def to_device(self, buffers: Any = None, *, pad_to: int | None = None) -> DeviceStepLike: ...
 
 
+class TailStepLike(StepLike, Protocol):
+    """The same of a layout with tails."""
+
+    @property
+    def window_table(self) -> IntArray: ...
+    @property
+    def state_slots(self) -> IntArray: ...
+    @property
+    def captures(self) -> Sequence[CaptureLike]: ...
+
+
 def validate_step(
     step: StepLike,
     *,
@@ -79,8 +130,44 @@ def validate_step(
     queries, a block table too short for it or with a page that the pool does not have (None: not
     checked), a slot used twice or outside its sequence's own pages.  TokenError for a negative id.
     """
+    _check_rows(step, (component,), page_tokens, num_pages)
+    slots = step.slot_mapping[component]
+    pages = _page_of_token(step.block_table, step, page_tokens)
+    _check_slots(step, component, slots, pages * page_tokens + step.positions % page_tokens)
+
+
+def validate_tail_step(
+    step: TailStepLike,
+    layout: Layout,
+    *,
+    num_pages: int | None = None,
+    num_windows: int | None = None,
+    num_states: int | None = None,
+) -> None:
+    """The same for a layout with tails: also every slot of its components, the window table and
+    the state slots.
+
+    Raises LayoutMismatch naming the array and row, TokenError for a negative id.
+    """
+    names = tuple(c.name for c in (*layout.history, *layout.windows))
+    page_tokens = layout.page_tokens
+    _check_rows(step, names, page_tokens, num_pages)
+    _check_window_table(step, layout, num_windows)
+    _check_state_slots(step, num_states)
+    windows = None
+    if layout.windows:
+        windows = _page_of_token(step.window_table, step, layout.windows[0].slots_per_page)
+    pages = _page_of_token(step.block_table, step, page_tokens)
+    for name, own in layout.slots(step.positions, pages, windows).items():
+        _check_slots(step, name, step.slot_mapping[name], own)
+
+
+def _check_rows(
+    step: StepLike, components: Sequence[str], page_tokens: int, num_pages: int | None
+) -> None:
+    """Lengths, offsets, positions and the block table."""
     batch, tokens = step.query_lens.shape[0], step.input_ids.shape[0]
-    _check_shapes(step, batch, tokens, component)
+    _check_shapes(step, batch, tokens, components)
     if (smallest := int(step.input_ids.min(initial=0))) < 0:
         raise TokenError(f"input_ids has a negative token id, {smallest}")
     query, context, kv = step.query_lens, step.context_lens, step.kv_lens
@@ -95,16 +182,35 @@ def validate_step(
             raise LayoutMismatch(
                 f"row {b}: kv_lens {kv[b]} is not context_lens {context[b]} + query_lens {query[b]}"
             )
-        _check_row(step, b, int(offsets[b]), page_tokens, num_pages, component)
-    slots = step.slot_mapping[component]
+        _check_row(step, b, int(offsets[b]), page_tokens, num_pages)
+
+
+def _check_slots(step: StepLike, component: str, slots: IntArray, own: IntArray) -> None:
+    """Each of ``slots`` is its token's own, or -1, and none is written twice."""
+    wrong = np.flatnonzero((slots != own) & (slots != -1))
+    if wrong.size:
+        at = int(wrong[0])
+        b = int(np.searchsorted(step.cu_seqlens_q, at, side="right")) - 1
+        raise LayoutMismatch(
+            f"row {b}: slot_mapping[{component!r}] puts position {step.positions[at]} into slot "
+            f"{slots[at]}, its page has it at {own[at]}"
+        )
     used, counts = np.unique(slots[slots >= 0], return_counts=True)
     if counts.size and counts.max() > 1:
-        raise LayoutMismatch(f"slot {used[counts.argmax()]} is written twice in one step")
+        raise LayoutMismatch(
+            f"slot {used[counts.argmax()]} of {component!r} is written twice in one step"
+        )
 
 
-def _check_shapes(step: StepLike, batch: int, tokens: int, component: str) -> None:
-    if component not in step.slot_mapping:
-        raise LayoutMismatch(f"slot_mapping has no component {component!r}")
+def _page_of_token(table: IntArray, step: StepLike, page_tokens: int) -> IntArray:
+    """(tokens,) what ``table`` says of the page that each new token lies in."""
+    rows = np.repeat(np.arange(len(step.query_lens)), step.query_lens)
+    return table[rows, step.positions // page_tokens]
+
+
+def _check_shapes(step: StepLike, batch: int, tokens: int, components: Sequence[str]) -> None:
+    if missing := [name for name in components if name not in step.slot_mapping]:
+        raise LayoutMismatch(f"slot_mapping has no component {missing[0]!r}")
     wanted: dict[str, tuple[IntArray, tuple[int, ...]]] = {
         "input_ids": (step.input_ids, (tokens,)),
         "positions": (step.positions, (tokens,)),
@@ -112,7 +218,7 @@ def _check_shapes(step: StepLike, batch: int, tokens: int, component: str) -> No
         "query_lens": (step.query_lens, (batch,)),
         "context_lens": (step.context_lens, (batch,)),
         "kv_lens": (step.kv_lens, (batch,)),
-        "slot_mapping": (step.slot_mapping[component], (tokens,)),
+        **{f"slot_mapping[{c!r}]": (step.slot_mapping[c], (tokens,)) for c in components},
     }
     for name, (array, shape) in wanted.items():
         if array.shape != shape:
@@ -125,9 +231,7 @@ def _check_shapes(step: StepLike, batch: int, tokens: int, component: str) -> No
             raise LayoutMismatch(f"{name} must be int32, got {array.dtype}")
 
 
-def _check_row(
-    step: StepLike, b: int, begin: int, page_tokens: int, num_pages: int | None, component: str
-) -> None:
+def _check_row(step: StepLike, b: int, begin: int, page_tokens: int, num_pages: int | None) -> None:
     context, kv = int(step.context_lens[b]), int(step.kv_lens[b])
     mine = slice(begin, begin + kv - context)
     positions = np.arange(context, kv)
@@ -139,12 +243,33 @@ def _check_row(
         raise LayoutMismatch(f"row {b}: block_table needs {needed} pages for {kv} tokens")
     if num_pages is not None and (largest := int(pages[:needed].max(initial=0))) >= num_pages:
         raise LayoutMismatch(f"row {b}: block_table names page {largest} of a pool of {num_pages}")
-    slots = step.slot_mapping[component][mine]
-    own = pages[positions // page_tokens] * page_tokens + positions % page_tokens
-    wrong = (slots != own) & (slots != -1)
-    if wrong.any():
-        at = int(np.flatnonzero(wrong)[0])
-        raise LayoutMismatch(
-            f"row {b}: slot_mapping puts position {positions[at]} into slot {slots[at]}, "
-            f"its page has it at {own[at]}"
-        )
+
+
+def _check_window_table(step: TailStepLike, layout: Layout, num_windows: int | None) -> None:
+    """Every window page that a query of this step reaches back to is there."""
+    batch = len(step.query_lens)
+    table = step.window_table
+    if table.ndim != 2 or table.shape[0] != batch or table.dtype != np.int32:
+        raise LayoutMismatch(f"window_table is {table.dtype} {table.shape} for {batch} rows")
+    for c in layout.windows[:1]:
+        assert c.window is not None
+        for b in range(batch):
+            first = max(0, int(step.context_lens[b]) - c.window + 1) // c.slots_per_page
+            stop = -(-int(step.kv_lens[b]) // c.slots_per_page)
+            pages = table[b, first:stop]
+            if len(pages) < stop - first or (pages < 0).any():
+                raise LayoutMismatch(f"row {b}: window_table lacks pages of {first}..{stop - 1}")
+            if num_windows is not None and pages.max() >= num_windows:
+                raise LayoutMismatch(
+                    f"row {b}: window_table names page {pages.max()} of a pool of {num_windows}"
+                )
+
+
+def _check_state_slots(step: TailStepLike, num_states: int | None) -> None:
+    slots, batch = step.state_slots, len(step.query_lens)
+    if slots.shape != (batch,) or slots.dtype != np.int32:
+        raise LayoutMismatch(f"state_slots is {slots.dtype} {slots.shape} for {batch} rows")
+    if len(np.unique(slots)) < batch or (slots < 0).any():
+        raise LayoutMismatch(f"state_slots {slots.tolist()} must be one of its own for each row")
+    if num_states is not None and slots.max(initial=0) >= num_states:
+        raise LayoutMismatch(f"state_slots names {slots.max()} of a pool of {num_states}")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvtier.kernels import HeadDims, PagedBatch
-from kvtier_deepseek.attention import Form, Group, Run
 from kvtier_deepseek.metadata import DeviceStepLike, StepLike
+from kvtier_deepseek.mla.attention import Form, Group, MlaRun
 
 __all__ = ["absorb_limit", "make_run"]
 
@@ -28,7 +28,9 @@ def absorb_limit(dims: HeadDims) -> int:
     return projecting // (absorbed - materialised)
 
 
-def make_run(step: StepLike, device: DeviceStepLike, *, page_tokens: int, max_absorbed: int) -> Run:
+def make_run(
+    step: StepLike, device: DeviceStepLike, *, page_tokens: int, max_absorbed: int
+) -> MlaRun:
     """A run of this step: sequences with at most ``max_absorbed`` queries absorbed, others not.
 
     ``device`` may have padding rows behind the step's own: one query, KV length 0 each.
@@ -45,7 +47,7 @@ def make_run(step: StepLike, device: DeviceStepLike, *, page_tokens: int, max_ab
         if members
     ]
     everything = range(len(query_lens))
-    return Run(
+    return MlaRun(
         step=device,
         mask=torch.empty(1, 1, 1, 1, device=device.input_ids.device),
         groups=tuple(groups),

@@ -5,17 +5,17 @@ are read at each call, so nothing here is stale after they change in place.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from kvtier.kernels import HeadDims, Kernel, PagedBatch
-from kvtier_deepseek.metadata import DeviceStepLike
-from kvtier_deepseek.structure import Rotation, plain_weight, rotate
+from kvtier_deepseek.family import Run
+from kvtier_deepseek.mla.structure import Rotation, plain_weight, rotate
 
-__all__ = ["Form", "Group", "LayerAttention", "Run"]
+__all__ = ["COMPONENT", "Form", "Group", "MlaAttention", "MlaRun"]
 
 Form = Literal["absorbed", "materialised"]
 COMPONENT = "latent"
@@ -31,27 +31,17 @@ class Group:
     """Indices of their queries among the step's tokens; None: all, in order."""
 
 
-@dataclass(slots=True, eq=False)
-class Run:
-    """One forward pass of one adapter: its step, and what has been done so far."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class MlaRun(Run):
+    """A step, and which of its sequences take which form."""
 
-    step: DeviceStepLike
-    mask: Tensor
-    """The very object given to the model as attention mask: a layer that is called with another
-    one is not being called for this run."""
     groups: tuple[Group, ...]
     whole: Group
     """All sequences in materialised form, for layers whose projection cannot be absorbed."""
-    written: list[int] = field(default_factory=list)
-    """Layers in the order in which they wrote, and then read, their pages."""
-    forms: dict[str, int] = field(default_factory=dict)
-    """Form -> sequences that took it, of the first layer."""
-    backends: dict[str, str] = field(default_factory=dict)
-    """Operation -> backend used."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerAttention:
+class MlaAttention:
     """Paged attention of one module.  All but the first two are the same in every layer."""
 
     module: nn.Module
@@ -63,12 +53,9 @@ class LayerAttention:
     """Rows projected up at a time."""
     workspace_bytes: int | str
 
-    def __call__(self, run: Run, hidden: Tensor, embeddings: Any) -> Tensor:
+    def __call__(self, run: MlaRun, hidden: Tensor, embeddings: Any) -> Tensor:
         """Attention output (1, tokens, hidden) for the step's packed tokens."""
-        if hidden.dim() != 3 or hidden.shape[:2] != (1, run.step.input_ids.shape[0]):
-            raise RuntimeError(f"hidden states {tuple(hidden.shape)} are not this step's tokens")
-        if self.index in run.written:
-            raise RuntimeError(f"layer {self.index} was called twice in one step")
+        run.check(self.index, hidden)
         rows = run.step.layer(self.index).rows(COMPONENT)
         q_nope, q_rope, latent = self.project(hidden, embeddings)
         self._kernel(run, "write_rows")(rows, run.step.slot_mapping[COMPONENT], latent)
@@ -135,7 +122,13 @@ class LayerAttention:
         )
 
     def _absorbed(
-        self, run: Run, group: Group, q_nope: Tensor, q_rope: Tensor, rows: Tensor, weight: Tensor
+        self,
+        run: MlaRun,
+        group: Group,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        rows: Tensor,
+        weight: Tensor,
     ) -> Tensor:
         d = self.dims
         per_head = weight.reshape(d.heads, d.nope + d.value, d.latent)
@@ -151,7 +144,7 @@ class LayerAttention:
         )
         return torch.einsum("nhl,hvl->nhv", out, value_up)
 
-    def _materialised(self, run: Run, group: Group, query: Tensor, rows: Tensor) -> Tensor:
+    def _materialised(self, run: MlaRun, group: Group, query: Tensor, rows: Tensor) -> Tensor:
         longest = max(group.batch.kv_lens, default=0)
         if longest <= self.max_rows and "mla_materialised_whole" in self.kernels:
             whole: Tensor = self._kernel(run, "mla_materialised_whole")(
@@ -187,7 +180,7 @@ class LayerAttention:
         scale: float = self.module.scaling  # type: ignore[assignment]
         return scale
 
-    def _kernel(self, run: Run, operation: str) -> Any:
+    def _kernel(self, run: MlaRun, operation: str) -> Any:
         kernel = self.kernels[operation]
         run.backends[operation] = kernel.backend
         return kernel.run

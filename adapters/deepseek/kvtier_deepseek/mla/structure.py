@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from kvtier.kernels import HeadDims
-from kvtier_deepseek.config import head_dims
 from kvtier_deepseek.errors import UnsupportedModel
+from kvtier_deepseek.mla.config import head_dims
 
 __all__ = ["attention_layers", "plain_weight", "rotate", "rotation_of", "written_order"]
 

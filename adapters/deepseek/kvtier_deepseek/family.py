@@ -1,0 +1,83 @@
+"""What an architecture's attention offers, so that one ``Adapter`` can run steps through any.
+
+A *family* is the models whose attention layers are made of the same parts and cache the same
+components.  Knows nothing of any of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from kvtier_deepseek.metadata import DeviceStepLike, StepLike
+
+__all__ = ["Family", "LayerAttention", "Run"]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Run:
+    """One forward pass of one adapter: its step, and what has been done so far."""
+
+    step: DeviceStepLike
+    mask: Tensor
+    """The very object given to the model as attention mask: a layer that is called with another
+    one is not being called for this run."""
+    written: list[int] = field(default_factory=list)
+    """Layers in the order in which they wrote, and then read, their pages."""
+    forms: dict[str, int] = field(default_factory=dict)
+    """Form -> sequences that took it, of the first layer."""
+    backends: dict[str, str] = field(default_factory=dict)
+    """Operation -> backend used."""
+
+    def check(self, layer: int, hidden: Tensor) -> None:
+        """Raises RuntimeError unless ``hidden`` (1, tokens, size) can be this layer's one turn."""
+        if hidden.dim() != 3 or hidden.shape[:2] != (1, self.step.input_ids.shape[0]):
+            raise RuntimeError(f"hidden states {tuple(hidden.shape)} are not this step's tokens")
+        if layer in self.written:
+            raise RuntimeError(f"layer {layer} was called twice in one step")
+
+
+class LayerAttention(Protocol):
+    """One attention module, and what takes its place during a step."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def index(self) -> int: ...
+    def __call__(self, run: Any, hidden: Tensor, embeddings: Any) -> Tensor:
+        """Write the step's rows, then attend: (1, tokens, hidden) to the same shape.
+
+        ``run`` is what the family's ``make_run`` made, ``embeddings`` what the model hands its
+        attention as ``position_embeddings``.  Appends itself to ``run.written``.
+        """
+
+
+class Family(Protocol):
+    """The attention of one attached model.  Its layers are checked, its kernels picked."""
+
+    @property
+    def layers(self) -> Sequence[LayerAttention]: ...
+    @property
+    def max_absorbed(self) -> int:
+        """Sequences with more new tokens than this take the materialised form; 0 where there is
+        no other."""
+
+    @property
+    def max_rows(self) -> int:
+        """Rows projected up at a time, which is what ``workspace_bytes`` came to; 0 where none
+        are."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Further keywords of the model's forward."""
+
+    def check_step(self, step: StepLike, device: DeviceStepLike) -> None:
+        """Check metadata that kvtier has not made.  Raises LayoutMismatch or TokenError."""
+
+    def make_run(self, step: StepLike, device: DeviceStepLike) -> Run:
+        """What all layers of this step share; ``device`` may have padding rows behind the step's
+        own."""
+
+    def warmup(self) -> None:
+        """Run every kernel that a step may need once, on scratch pages."""

@@ -1,0 +1,29 @@
+"""Reading single fields of a configuration that may be anyone's."""
+
+from typing import Any
+
+from kvtier_deepseek.errors import UnsupportedModel
+
+__all__ = ["ROPE_TYPES", "is_size", "refuse_rope_type", "size"]
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Those whose rotation of a position never changes.  Others ("dynamic", "longrope") depend on the
+longest sequence seen so far: a cached key would not be a function of its prefix."""
+
+
+def size(config: Any, name: str) -> int:
+    """The field as a positive integer.  Raises UnsupportedModel naming it."""
+    value = getattr(config, name, None)
+    if not is_size(value):
+        raise UnsupportedModel(f"{name} must be a positive integer, got {value!r}")
+    assert isinstance(value, int)
+    return value
+
+
+def is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def refuse_rope_type(rope_type: object) -> None:
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModel(f"rope_type {rope_type!r} is not one of {ROPE_TYPES}")

@@ -1,0 +1,1 @@
+"""DeepSeek-V4: windowed attention over compressed history."""

@@ -1,0 +1,243 @@
+"""A V4 model's attention, checked against its configuration and its cache's layout."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kvtier import ConfigError, LayoutMismatch
+from kvtier.kernels import (
+    RECORDS,
+    Case,
+    Kernel,
+    PagedBatch,
+    Record,
+    c128_slots,
+    select_all,
+    window_slots,
+)
+from kvtier.layouts import Component, Layout
+from kvtier_deepseek.config import layout_for
+from kvtier_deepseek.metadata import (
+    DeviceStepLike,
+    StepLike,
+    TailDeviceStepLike,
+    TailStepLike,
+    validate_tail_step,
+)
+from kvtier_deepseek.v4 import structure
+from kvtier_deepseek.v4.attention import WINDOW, V4Attention, V4Run
+from kvtier_deepseek.v4.config import Attention, attention_of
+
+__all__ = ["V4Family", "v4_family"]
+
+FORMATS = {"fp8": "v4_fp8", "fp32": "dense"}
+INDEX_FORMATS = {"fp8": "index_fp8", "mxfp4": "index_mxfp4", "fp32": "dense"}
+INDEX = "c4_index"
+
+
+@final
+class V4Family:
+    """See ``Family``.  Made by ``v4_family``."""
+
+    max_absorbed = 0
+    max_rows = 0
+    # The balancing loss reads the mask, which is ours and no mask.
+    options: Mapping[str, Any] = MappingProxyType({"output_router_logits": False})
+
+    def __init__(self, layout: Layout, layers: list[V4Attention]) -> None:
+        self._layout = layout
+        self._layers = layers
+        self._windows = layout.windows[0]
+        self._dense = any(layer.ratio == 128 for layer in layers)
+
+    @property
+    def layers(self) -> Sequence[V4Attention]:
+        return self._layers
+
+    def check_step(self, step: StepLike, device: DeviceStepLike) -> None:
+        pools: dict[str, int] = {}
+        for c in self._layout.components:
+            rows = device.layer(c.layers[0]).rows(c.name)
+            pools[c.name] = rows.shape[0] // (1 if c.planes else c.slots_per_page)
+        validate_tail_step(
+            cast(TailStepLike, step),
+            self._layout,
+            num_pages=min(pools[c.name] for c in self._layout.history),
+            num_windows=pools[WINDOW],
+            num_states=min(pools[c.name] for c in self._layout.states),
+        )
+
+    def make_run(self, step: StepLike, device: DeviceStepLike) -> V4Run:
+        step, device = cast(TailStepLike, step), cast(TailDeviceStepLike, device)
+        padding = int(device.kv_lens.shape[0]) - int(step.kv_lens.shape[0])
+        batch = PagedBatch(
+            query_lens=(*step.query_lens.tolist(), *[1] * padding),
+            kv_lens=(*step.kv_lens.tolist(), *[0] * padding),
+            block_table=device.block_table,
+            cu_seqlens_q=device.cu_seqlens_q,
+            kv_lens_device=device.kv_lens,
+            page_tokens=self._layout.page_tokens,
+        )
+        window = self._windows
+        assert window.window is not None
+        where = device.input_ids.device
+        return V4Run(
+            step=device,
+            mask=torch.empty(1, 1, 1, 1, device=where),
+            batch=batch,
+            captures=tuple((c.row, c.position) for c in step.captures),
+            frames=torch.tensor([c.frame for c in step.captures], dtype=torch.int64, device=where),
+            captured_pages=self._captured_pages(step).to(where),
+            windows=window_slots(
+                batch,
+                device.window_table,
+                window=window.window,
+                slots_per_page=window.slots_per_page,
+            ),
+            dense=c128_slots(batch) if self._dense else None,
+        )
+
+    def warmup(self) -> None:
+        kinds = {layer.ratio: layer for layer in self._layers}
+        for layer in kinds.values():
+            layer.warmup(self._layout.page_tokens)
+
+    def _captured_pages(self, step: TailStepLike) -> Tensor:
+        """(captures, pages) the window pages that each checkpoint holds, oldest first."""
+        count = self._layout.tail_windows
+        pages = [
+            [
+                int(step.window_table[c.row, c.position // self._windows.slots_per_page - i])
+                for i in range(count, 0, -1)
+            ]
+            for c in step.captures
+        ]
+        return torch.tensor(pages, dtype=torch.int64).reshape(len(pages), count)
+
+
+def v4_family(
+    model: nn.Module,
+    layout: Layout,
+    *,
+    backend: str,
+    workspace_bytes: int | str,
+    max_absorbed: int | None,
+) -> V4Family:
+    """The family of ``model``; arguments and errors are those of ``attach``."""
+    if max_absorbed is not None:
+        raise ConfigError(f"max_absorbed={max_absorbed}: V4's attention has one form only")
+    config: Any = getattr(model, "config", None)
+    wanted = attention_of(config)
+    layers = structure.attention_layers(model, config, wanted)
+    _check_layout(layout, config)
+    reference = next(model.parameters())
+    records = {
+        c.name: RECORDS[
+            INDEX_FORMATS[str(layout.meta["index_record"])]
+            if c.name == INDEX
+            else FORMATS[str(layout.meta["record"])]
+        ]
+        for c in (*layout.history, *layout.windows)
+    }
+    kernels = select_all(
+        _cases(wanted, records, reference.dtype, reference.device.type), backend=backend
+    )
+    _check_workspace(kernels, records[WINDOW], wanted, reference, workspace_bytes)
+    attentions = [
+        V4Attention(
+            module=layer.module,
+            index=layer.index,
+            ratio=wanted.ratios[layer.index],
+            groups=int(config.o_groups),
+            rotation=structure.rotation_of(layer.module, wanted.rope_dim),
+            components={c.name: c for c in layout.components},
+            records=records,
+            kernels=kernels,
+            workspace_bytes=workspace_bytes,
+        )
+        for layer in layers
+    ]
+    return V4Family(layout, attentions)
+
+
+def _check_layout(layout: Layout, config: Any) -> None:
+    """Raises LayoutMismatch naming the first field in which ``layout`` is not this model's.
+
+    Record formats, tails and page size are the layout's to choose; the rest is the model's.
+    """
+    meta = layout.meta
+    wanted = layout_for(
+        config,
+        page_tokens=layout.page_tokens if layout.page_tokens >= 256 else None,
+        record=str(meta.get("record", "fp32")),
+        index_record=str(meta.get("index_record", "fp32")),
+        tail=str(meta.get("tail", "minimal")),
+    )
+    if layout.name != wanted.name:
+        raise LayoutMismatch(f"layout is {layout.name!r}, the model needs {wanted.name!r}")
+    for name, value in wanted.meta.items():
+        if meta.get(name) != value:
+            raise LayoutMismatch(f"{name} is {meta.get(name)!r}, the model has {value!r}")
+    mine = {c.name: c for c in layout.components}
+    if mine.keys() != {c.name for c in wanted.components}:
+        raise LayoutMismatch(
+            f"components are {sorted(mine)}, the model needs "
+            f"{sorted(c.name for c in wanted.components)}"
+        )
+    for needed in wanted.components:
+        _check_component(mine[needed.name], needed, layout)
+
+
+def _check_component(mine: Component, needed: Component, layout: Layout) -> None:
+    layers = needed.layers
+    if mine.name == WINDOW:
+        layers += tuple(len(layers) + i for i in range(layout.draft_layers))
+    for name, have, want in (
+        ("layers", mine.layers, layers),
+        ("window", mine.window, needed.window),
+        ("slot_bytes", mine.slot_bytes, needed.slot_bytes),
+        ("tokens_per_slot", mine.tokens_per_slot, needed.tokens_per_slot),
+    ):
+        if have != want:
+            raise LayoutMismatch(f"{mine.name}: {name} is {have!r}, the model needs {want!r}")
+
+
+def _cases(
+    wanted: Attention, records: Mapping[str, Record], dtype: torch.dtype, device: str
+) -> dict[str, Case]:
+    entry = records[WINDOW].name
+    # Pooled entries are float32 whatever the model is.
+    cases = {
+        "write_record": Case("write_record", entry, (wanted.head_dim,), dtype, device),
+        "sparse_attend": Case("sparse_attend", entry, (wanted.head_dim,), dtype, device),
+        "compress": Case("compress", "dense", (wanted.head_dim,), torch.float32, device),
+    }
+    if INDEX in records:
+        index, dim = records[INDEX].name, (wanted.index_dim,)
+        cases["write_index_record"] = Case("write_record", index, dim, torch.float32, device)
+        cases["index_topk"] = Case("index_topk", index, dim, dtype, device)
+    return cases
+
+
+def _check_workspace(
+    kernels: Mapping[str, Kernel],
+    record: Record,
+    wanted: Attention,
+    reference: Tensor,
+    workspace_bytes: int | str,
+) -> None:
+    """A size that is none is refused here, by a call for no token, not in the first step."""
+    query = reference.new_empty(0, wanted.heads, wanted.head_dim)
+    slots = torch.empty(0, wanted.window, dtype=torch.int32, device=reference.device)
+    kernels["sparse_attend"].run(
+        query,
+        query.new_empty(1, wanted.head_dim),
+        slots,
+        query.new_zeros(wanted.heads),
+        scale=1.0,
+        record=record,
+        workspace_bytes=workspace_bytes,
+    )
