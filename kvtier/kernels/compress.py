@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvtier.kernels.mla import PagedBatch
+from kvtier.kernels.slots import token_positions
 
 __all__ = ["ClosedEntries", "compress"]
 
@@ -67,67 +68,63 @@ def compress(
 
     Only the last ``ring`` tokens of a row are written.  A ring must hold a group's state and the
     tokens that may yet be rejected: ``len(states) * ratio + max_draft``.  Raises ValueError for
-    shapes that do not fit.
+    shapes that do not fit and for state slots out of range, having written nothing.
     """
     head_dim = _check(kv, score, states, batch, state_slots, ratio, ring)
-    source = _Source(kv, score, states, batch, state_slots, head_dim, ring)
-    captured = _capture(source, captures, capture_slots or [0] * len(states))
-    ends = source.positions + 1
-    tokens = torch.nonzero(source.real & (ends % ratio == 0)).flatten()
+    sequences, positions = token_positions(batch)
+    offsets = batch.cu_seqlens_q.to(torch.int64)
+    rows = _Rows(
+        kv=kv.to(states[0].dtype),
+        score=score.to(states[0].dtype),
+        states=states,
+        head_dim=head_dim,
+        ring=ring,
+        sequences=sequences,
+        positions=positions,
+        starts=offsets[:-1],
+        context=batch.kv_lens_device.to(torch.int64) - offsets.diff(),
+        slots=state_slots.to(torch.int64),
+    )
+    captured = _capture(rows, captures, capture_slots or [0] * len(states))
+    closing = (positions >= 0) & ((positions + 1) % ratio == 0)
+    tokens = torch.nonzero(closing).flatten()
     values = [kv.new_empty(0, head_dim, dtype=states[0].dtype)]
     block = max(1, ENTRY_BLOCK_VALUES // (len(states) * ratio * head_dim))
     if tokens.numel():
-        values += [_pool(source, some, ratio) for some in torch.split(tokens, block)]
-    _write(source)
-    return ClosedEntries(torch.cat(values), tokens, ends[tokens] // ratio - 1, captured)
+        values += [_pool(rows, some, ratio) for some in torch.split(tokens, block)]
+    _write(rows, batch)
+    return ClosedEntries(torch.cat(values), tokens, positions[tokens] // ratio, captured)
 
 
-class _Source:
+@dataclass(frozen=True, slots=True)
+class _Rows:
     """Rows of any sequence at any position: from the call's tokens, or from the rings."""
 
-    __slots__ = (
-        "context",
-        "head_dim",
-        "kv",
-        "positions",
-        "real",
-        "ring",
-        "score",
-        "sequences",
-        "slots",
-        "starts",
-        "states",
-        "stops",
-    )
+    kv: Tensor
+    score: Tensor
+    states: Sequence[Tensor]
+    head_dim: int
+    ring: int
+    sequences: Tensor
+    """(n,) Which sequence a token is of."""
+    positions: Tensor
+    """(n,); -1 of a padding row."""
+    starts: Tensor
+    """(sequences,) First token of each."""
+    context: Tensor
+    """(sequences,) Tokens in front of this call's."""
+    slots: Tensor
+    """(sequences,) State slots."""
 
-    def __init__(
-        self,
-        kv: Tensor,
-        score: Tensor,
-        states: Sequence[Tensor],
-        batch: PagedBatch,
-        state_slots: Tensor,
-        head_dim: int,
-        ring: int,
-    ) -> None:
-        self.kv, self.score = kv.to(states[0].dtype), score.to(states[0].dtype)
-        self.states, self.head_dim, self.ring = states, head_dim, ring
-        self.slots = state_slots.to(torch.int64)
-        offsets = batch.cu_seqlens_q.to(torch.int64)
-        self.starts, query = offsets[:-1], offsets.diff()
-        self.stops = batch.kv_lens_device.to(torch.int64)
-        self.context = self.stops - query
-        self.sequences = torch.repeat_interleave(query, output_size=kv.shape[0])
-        tokens = torch.arange(kv.shape[0], device=kv.device)
-        self.positions = tokens + (self.context - self.starts)[self.sequences]
-        self.real = (self.stops > 0)[self.sequences]
+    def columns(self, part: int) -> slice:
+        return slice(part * self.head_dim, (part + 1) * self.head_dim)
 
-    def rows(self, part: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, part: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Value and score, each (m, w, head_dim), of one state's columns at ``positions`` (m, w).
 
         Before the sequence's start: 0 and -inf, so that they weigh nothing.
         """
-        columns = slice(part * self.head_dim, (part + 1) * self.head_dim)
+        columns = self.columns(part)
         context = self.context[sequences][:, None]
         shape = (*positions.shape, self.head_dim)
         kv, score = self.kv.new_zeros(shape), self.kv.new_full(shape, -torch.inf)
@@ -140,18 +137,16 @@ class _Source:
         return kv, score
 
 
-def _pool(source: _Source, tokens: Tensor, ratio: int) -> Tensor:
+def _pool(rows: _Rows, tokens: Tensor, ratio: int) -> Tensor:
     """The entries (m, head_dim) that ``tokens`` close."""
-    sequences, parts = source.sequences[tokens], len(source.states)
+    sequences, closing = rows.sequences[tokens], rows.positions[tokens][:, None]
     group = torch.arange(1 - ratio, 1, device=tokens.device)
-    kvs, scores = [], []
-    for part in range(parts):  # an earlier group's columns first
-        back = (parts - 1 - part) * ratio
-        positions = source.positions[tokens][:, None] + group - back
-        kv, score = source.rows(part, sequences, positions)
-        kvs.append(kv)
-        scores.append(score)
-    kv, score = torch.cat(kvs, dim=1), torch.cat(scores, dim=1)
+    parts = len(rows.states)  # the earlier group's columns come first
+    found = [
+        rows.at(part, sequences, closing + group - (parts - 1 - part) * ratio)
+        for part in range(parts)
+    ]
+    kv, score = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
     weights = torch.exp(score - score.amax(dim=1, keepdim=True))
     return _sum(weights * kv) / _sum(weights)
 
@@ -169,27 +164,28 @@ def _sum(terms: Tensor) -> Tensor:
     return terms[:, 0]
 
 
-def _write(source: _Source) -> None:
-    last = source.positions >= (source.stops - source.ring)[source.sequences]
-    tokens = torch.nonzero(source.real & last).flatten()
-    slot = source.slots[source.sequences[tokens]] * source.ring
-    rows = slot + source.positions[tokens] % source.ring
-    for part, state in enumerate(source.states):
-        columns = slice(part * source.head_dim, (part + 1) * source.head_dim)
-        state[rows] = torch.cat((source.kv[tokens, columns], source.score[tokens, columns]), dim=1)
+def _write(rows: _Rows, batch: PagedBatch) -> None:
+    stops = batch.kv_lens_device.to(torch.int64)
+    last = rows.positions >= (stops - rows.ring).clamp_min(0)[rows.sequences]
+    tokens = torch.nonzero(last).flatten()
+    slots = rows.slots[rows.sequences[tokens]]
+    target = slots * rows.ring + rows.positions[tokens] % rows.ring
+    for part, state in enumerate(rows.states):
+        columns = rows.columns(part)
+        state[target] = torch.cat((rows.kv[tokens, columns], rows.score[tokens, columns]), dim=1)
 
 
 def _capture(
-    source: _Source, captures: Sequence[tuple[int, int]], slots: Sequence[int]
+    rows: _Rows, captures: Sequence[tuple[int, int]], slots: Sequence[int]
 ) -> tuple[Tensor, ...]:
-    device = source.kv.device
-    sequences = torch.tensor([row for row, _ in captures], dtype=torch.int64, device=device)
-    stops = torch.tensor([stop for _, stop in captures], dtype=torch.int64, device=device)
-    rows = []
+    if not captures:
+        return tuple(rows.kv.new_empty(0, count, 2 * rows.head_dim) for count in slots)
+    which = torch.tensor(captures, dtype=torch.int64, device=rows.kv.device)
+    captured = []
     for part, count in enumerate(slots):
-        positions = stops[:, None] + torch.arange(-count, 0, device=device)
-        rows.append(torch.cat(source.rows(part, sequences, positions), dim=2))
-    return tuple(rows)
+        positions = which[:, 1:] + torch.arange(-count, 0, device=which.device)
+        captured.append(torch.cat(rows.at(part, which[:, 0], positions), dim=2))
+    return tuple(captured)
 
 
 def _check(
@@ -215,4 +211,8 @@ def _check(
         )
     if ring < len(states) * ratio or any(s.shape[0] % ring for s in states):
         raise ValueError(f"{ring=} for groups of {ratio} and states of {states[0].shape[0]} rows")
+    there = states[0].shape[0] // ring
+    real = batch.kv_lens_device > 0  # negative indices would silently wrap around
+    if bool((real & ((state_slots < 0) | (state_slots >= there))).any()):
+        raise ValueError(f"state slots {state_slots.tolist()} of {there}")
     return head_dim

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from kvtier.kernels.mla import PagedBatch
 
-__all__ = ["c4_slots", "c128_slots", "closed_entries", "entry_slots", "window_slots"]
+__all__ = [
+    "c4_slots",
+    "c128_slots",
+    "closed_entries",
+    "entry_slots",
+    "token_positions",
+    "window_slots",
+]
 
 
 def closed_entries(positions: Tensor, ratio: int) -> Tensor:

@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -28,7 +29,7 @@ def float32_of(bits: Any) -> torch.Tensor:
     return torch.from_numpy(np.asarray(bits, dtype=np.uint32).view(np.float32).copy())
 
 
-def around(points: Floats) -> torch.Tensor:
+def around(points: npt.NDArray[Any]) -> torch.Tensor:
     """Each point and its float32 neighbours, of both signs."""
     exact = points.astype(np.float32)
     inf = np.float32(np.inf)

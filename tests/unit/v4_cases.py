@@ -4,10 +4,12 @@ Everything here is numpy in float64, and slow: what the kernels do with bits is 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtier.kernels import PagedBatch
 
@@ -19,7 +21,8 @@ def bf16(values: Floats) -> Floats:
     """Rounded to 8 significant bits, ties to even, multiples of 2**-133."""
     _, exponent = np.frexp(values)
     quantum = np.ldexp(1.0, np.maximum(exponent - 8, -133))
-    return np.rint(values / quantum) * quantum
+    rounded: Floats = np.rint(values / quantum) * quantum
+    return rounded
 
 
 def bf16_bytes(values: Floats) -> Bytes:
@@ -49,7 +52,8 @@ def encode(values: Floats, of: Floats, sign: int) -> Bytes:
     code = np.searchsorted(middle, size, side="left")
     tie = (code < len(middle)) & (size == middle[np.minimum(code, len(middle) - 1)])
     code = code + (tie & (code % 2 == 1))
-    return (code | np.where(np.signbit(values), sign, 0)).astype(np.uint8)
+    signed: Bytes = (code | np.where(np.signbit(values), sign, 0)).astype(np.uint8)
+    return signed
 
 
 def scale_byte(largest: Floats, most: float, floor: float) -> npt.NDArray[np.int64]:
@@ -96,6 +100,26 @@ PACKED = {
     "index_mxfp4": index_mxfp4_record,
     "mla_fp8": mla_fp8_record,
 }
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[misc]
+    """Sizes of what torch's operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.bytes[storage.data_ptr()] = storage.nbytes()
+        return out
+
+    def largest(self, *, besides: Sequence[torch.Tensor]) -> int:
+        known = {t.untyped_storage().data_ptr() for t in besides}
+        return max(size for at, size in self.bytes.items() if at not in known)
 
 
 def batch_of(
