@@ -4,13 +4,14 @@ Owns the tensors and says where a frame's bytes lie.  Knows nothing of ops, stre
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Kind
 from kvtier.errors import ConfigError
-from kvtier.kernels.pack import Sections
+from kvtier.kernels.pack import Sections, copy_spans, pack_tails, unpack_tails
 from kvtier.layouts.base import Component, Layout, Share
 
 __all__ = ["DevicePool", "Spans"]
@@ -59,6 +60,8 @@ class DevicePool:
             offsets=tuple(offset for _, _, offset, _ in sections),
         )
         """All history sections of a page, for the pack kernels."""
+        self._whole = Sections((self.checkpoints,), (0,))
+        self._tails: dict[tuple[Kind, int], Sections] = {}
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # other streams will read these zeros
 
@@ -121,11 +124,46 @@ class DevicePool:
             out += self._window_spans(page)
         return out
 
+    def sections(
+        self, kind: Kind, frames: Sequence[int], *, live: bool
+    ) -> tuple[Sections, tuple[int, ...]]:
+        """What ``spans`` says, for the pack kernels: sections, and the page of each member.
+
+        The same object for the same kind and number of window pages.
+        """
+        first, *windows = frames
+        if first < 0:  # only a window page may be one that is not held
+            raise IndexError(f"frame {first}")
+        if kind is Kind.HISTORY:
+            return self.history, (first,)
+        if not live:
+            return self._whole, (first,)
+        if kind is Kind.CHECKPOINT:
+            del windows[self.layout.tail_windows :]
+        key = kind, len(windows)
+        if key not in self._tails:
+            self._tails.setdefault(key, self._tail_sections(*key))
+        return self._tails[key], (first, *windows)
+
+    def copy(
+        self, kind: Kind, src: Sequence[int], dst: Sequence[int], *, live_src: bool, live_dst: bool
+    ) -> None:
+        """A page, tail or checkpoint onto another, on the current stream."""
+        if live_src and not live_dst:
+            tail, pages = self.sections(kind, src, live=True)
+            pack_tails(tail, [pages], self.checkpoints, [dst[:1]])
+        elif live_dst and not live_src:
+            tail, pages = self.sections(kind, dst, live=True)
+            unpack_tails(tail, [pages], self.checkpoints, [src[:1]])
+        else:
+            copy_spans(
+                self.spans(kind, src, live=live_src), list(self.spans(kind, dst, live=live_dst))
+            )
+
     def clear(self, frames: Sequence[int]) -> None:
         """A live tail as if no token had been seen."""
-        for span in self.spans(Kind.TAIL, frames, live=True):
-            if isinstance(span, torch.Tensor):
-                span.zero_()
+        tail = self.spans(Kind.TAIL, frames, live=True)
+        copy_spans([self.layout.tail_bytes(len(frames) - 1)], tail)
 
     def poison(self, kind: Kind, frames: Sequence[int], *, live: bool, byte: int = 0xFF) -> None:
         """Fill a page, tail or checkpoint with a byte that no reader may see (tests)."""
@@ -140,6 +178,22 @@ class DevicePool:
     def num_bytes(self) -> int:
         """Device memory held."""
         return sum(s.numel() for s in (*self._storage.values(), self.checkpoints))
+
+    def _tail_sections(self, kind: Kind, windows: int) -> Sections:
+        """A live tail: member 0 is its state slot, the others are its window pages in order."""
+        storages: list[torch.Tensor] = []
+        members: list[int] = []
+        for c in self.layout.states:
+            kept = c.kept_bytes if kind is Kind.CHECKPOINT else c.page_bytes
+            for layer in c.layers if kept else ():
+                storages.append(self._storage[c.name, layer][:, c.page_bytes - kept :])
+                members.append(0)
+        for page in range(windows):
+            for c in self.layout.windows:
+                storages += [self._storage[c.name, layer] for layer in c.layers]
+                members += [1 + page] * len(c.layers)
+        ends = list(accumulate((s.shape[1] for s in storages), initial=0))
+        return Sections(tuple(storages), tuple(ends[:-1]), tuple(members))
 
     def _window_spans(self, page: int) -> Spans:
         if page < 0:

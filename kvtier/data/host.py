@@ -4,6 +4,7 @@ Knows nothing of pages, leases or streams.
 """
 
 import mmap
+import threading
 import weakref
 from collections.abc import Sequence
 
@@ -51,6 +52,9 @@ class HostArena:
         """(frames, bytes) uint8; shares the memory of ``view``."""
         self._view = memoryview(self._map)
         self._checksums: list[bytes | None] = [None] * num_frames
+        self._written = [0] * num_frames
+        """How often each frame was written."""
+        self._lock = threading.Lock()
         self._unregister: weakref.finalize[..., HostArena] | None = None
         if pinned is not None and num_frames:
             start = self.frames.data_ptr()
@@ -72,17 +76,31 @@ class HostArena:
         """The same bytes as 1-D tensors."""
         return [self.frames[self._checked(f)] for f in frames]
 
-    def seal(self, frames: Sequence[int], size: int) -> None:
-        """Note the checksum of the record that now lies in these frames."""
-        self._checksums[frames[0]] = checksum(self.views(frames), size)
+    def written(self, frames: Sequence[int]) -> tuple[int, ...]:
+        """What to seal the record with that now lies in these frames."""
+        return tuple(self._written[frame] for frame in frames)
+
+    def seal(self, frames: Sequence[int], size: int, written: tuple[int, ...]) -> None:
+        """Note the checksum of the record that lay in these frames at ``written``.
+
+        May run at any time after: nothing is noted of frames that were written again since.
+        """
+        if self.written(frames) != written:
+            return
+        digest = checksum(self.views(frames), size)
+        with self._lock:
+            if self.written(frames) == written:
+                self._checksums[frames[0]] = digest
 
     def unseal(self, frames: Sequence[int]) -> None:
         """The frames are about to be written: what they held is no record any more."""
-        for frame in frames:
-            self._checksums[self._checked(frame)] = None
+        with self._lock:
+            for frame in frames:
+                self._checksums[self._checked(frame)] = None
+                self._written[frame] += 1
 
     def checksum_of(self, frames: Sequence[int], size: int) -> bytes:
-        """The checksum noted when the record arrived; computed now if it came from disk, where
+        """The checksum noted when the record had arrived; computed now if it came from disk, where
         it was verified on the way."""
         known = self._checksums[frames[0]]
         return checksum(self.views(frames), size) if known is None else known

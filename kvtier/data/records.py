@@ -4,17 +4,19 @@ back into pages.
 Runs on whichever thread calls; knows streams and frames, but not ops, callbacks or queues.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from kvtier.core.ops import Kind, Part
-from kvtier.data.device import DevicePool, Spans
+from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
+from kvtier.data.rows import copy_rows
 from kvtier.data.staging import Staging
 from kvtier.data.streams import Event, Fences, Lane, Streams
 from kvtier.errors import StoreError
-from kvtier.kernels.pack import copy_spans, pack_pages, unpack_pages
+from kvtier.kernels.pack import Sections, pack_pages, pack_tails, unpack_pages, unpack_tails
 from kvtier.layouts.base import Layout
 from kvtier.seams import Read, Record, Store
 from kvtier.sizing import record_bytes
@@ -59,29 +61,45 @@ class Packer:
 
     def gather(self, parts: Sequence[Part], slots: Sequence[list[int]], fences: Fences) -> Event:
         """Pack parts into their staging slots; behind the event the sources may be reused."""
+        for part, held in zip(parts, slots, strict=True):
+            if record_bytes(self._layout, part) > len(held) * self._host.frame_bytes:
+                raise ValueError(f"a tail of {part.src} does not fit {len(held)} frames")
         with self._streams.on(Lane.PACK, fences):
-            pages = [p.src[0] for p in parts if p.kind is Kind.HISTORY]
-            rows = [s[0] for p, s in zip(parts, slots, strict=True) if p.kind is Kind.HISTORY]
-            if pages:
-                pack_pages(self._pool.history, pages, self._staging.frames, rows)
-            for part, held in zip(parts, slots, strict=True):
-                if part.kind is not Kind.HISTORY:
-                    if record_bytes(self._layout, part) > len(held) * self._host.frame_bytes:
-                        raise ValueError(f"a tail of {part.src} does not fit {len(held)} frames")
-                    tail = self._pool.spans(part.kind, part.src, live=is_live(part, source=True))
-                    copy_spans(tail, self._staging.spans(held))
+            staging = self._staging.frames
+            ends = [(p.kind, p.src, is_live(p, source=True)) for p in parts]
+            for sections, (pages, rows) in _by_sections(self._pool, ends, slots).items():
+                if sections is self._pool.history:
+                    pack_pages(sections, [p for (p,) in pages], staging, [r[0] for r in rows])
+                else:
+                    pack_tails(sections, pages, staging, rows)
         return self._streams.mark(Lane.PACK)
 
     def land(self, parts: Sequence[Part], slots: Sequence[list[int]], gathered: Event) -> None:
-        """Copy what was gathered to the host frames and seal them.  Blocks until they are whole;
-        the slots are free then."""
+        """Copy what was gathered to the host frames.  Blocks until they are whole; the slots are
+        free then."""
         with self._streams.on(Lane.DRAIN, (gathered,)):
-            for part, held in zip(parts, slots, strict=True):
+            for part in parts:
                 self._host.unseal(part.dst)
-                copy_spans(self._staging.spans(held), list(self._host.spans(part.dst)))
+            copy_rows(
+                self._staging.frames,
+                [slot for held in slots for slot in held],
+                self._host.frames,
+                [frame for part in parts for frame in part.dst],
+                [
+                    size
+                    for part in parts
+                    for size in _sizes(self._layout, self._host, part, part.dst)
+                ],
+            )
         self._streams.mark(Lane.DRAIN).synchronize()
-        for part in parts:
-            self._host.seal(part.dst, record_bytes(self._layout, part))
+
+    def seals(self, parts: Sequence[Part]) -> list[Callable[[], None]]:
+        """What is left to do for records that have landed, at any time: note their checksums."""
+        host = self._host
+        return [
+            partial(host.seal, part.dst, record_bytes(self._layout, part), host.written(part.dst))
+            for part in parts
+        ]
 
 
 class Loader:
@@ -95,7 +113,9 @@ class Loader:
         host: HostArena,
         store: Store | None,
         streams: Streams,
+        *,
         batch_frames: int,
+        read_frames: int,
     ) -> None:
         self._layout = layout
         self._pool = pool
@@ -105,7 +125,7 @@ class Loader:
         # Taken now: a device that is full later must not look like a record that is bad.
         device = pool.device if pool.device.type == "cuda" else None
         self._bounce = HostArena(
-            batch_frames if store is not None else 0, host.frame_bytes, pinned=device
+            read_frames if store is not None else 0, host.frame_bytes, pinned=device
         )
         lower = device is not None and (store is not None or host.num_frames > 0)
         self._landing = torch.empty(
@@ -114,7 +134,8 @@ class Loader:
 
     def read(self, parts: Sequence[Part]) -> tuple[list[Place], int]:
         """Bring the records into host memory: where each lies, and how many leading ones are
-        there, whole and verified.  ``parts`` take at most ``batch_frames`` frames.
+        there, whole and verified.  ``parts`` take at most ``batch_frames`` frames, and those from
+        disk at most ``read_frames``.
 
         Raises what the store raises.
         """
@@ -138,27 +159,32 @@ class Loader:
 
     def scatter(self, parts: Sequence[Part], places: Sequence[Place], fences: Fences) -> None:
         """Bring the records from host memory into pages and tails.  Blocks until it is done."""
-        targets = [i for i, part in enumerate(parts) if part.target is Tier.GPU]
-        if not targets:
+        wanted = [
+            (part, *place)
+            for part, place in zip(parts, places, strict=True)
+            if part.target is Tier.GPU
+        ]
+        if not wanted:
             return
-        with self._streams.on(Lane.LOAD, fences):
-            pages = [
-                i
-                for i in targets
-                if parts[i].kind is Kind.HISTORY and parts[i].source is not Tier.GPU
-            ]
-            for arena in {id(places[i][0]): places[i][0] for i in pages}.values():
-                here = [i for i in pages if places[i][0] is arena]
-                self._unpack(
-                    [parts[i].dst[0] for i in here], arena, [places[i][1][0] for i in here]
-                )
-            for i in sorted(set(targets) - set(pages)):
-                part, (arena, frames) = parts[i], places[i]
-                record: Spans = [*arena.spans(frames)]
+        lower = [move for move in wanted if move[0].source is not Tier.GPU]
+        landed, fetched = self._fetch(lower)
+        with self._streams.on(Lane.LOAD, (*fetched, *fences)):
+            for records, parts_here, rows in landed:
+                ends = [(p.kind, p.dst, is_live(p, source=False)) for p in parts_here]
+                for sections, (pages, held) in _by_sections(self._pool, ends, rows).items():
+                    if sections is self._pool.history:
+                        unpack_pages(sections, [p for (p,) in pages], records, [r[0] for r in held])
+                    else:
+                        unpack_tails(sections, pages, records, held)
+            for part, _, _ in wanted:
                 if part.source is Tier.GPU:  # a checkpoint that is still on the device
-                    record = self._pool.spans(part.kind, part.src, live=is_live(part, source=True))
-                target = self._pool.spans(part.kind, part.dst, live=is_live(part, source=False))
-                copy_spans(record, target)
+                    self._pool.copy(
+                        part.kind,
+                        part.src,
+                        part.dst,
+                        live_src=is_live(part, source=True),
+                        live_dst=is_live(part, source=False),
+                    )
         self._streams.mark(Lane.LOAD).synchronize()
         self._streams.passed(fences)
 
@@ -183,11 +209,63 @@ class Loader:
                 used += count
         return places
 
-    def _unpack(self, pages: list[int], arena: HostArena, frames: list[int]) -> None:
+    def _fetch(
+        self, moves: Sequence[tuple[Part, HostArena, tuple[int, ...]]]
+    ) -> tuple[list[tuple[torch.Tensor, list[Part], list[Sequence[int]]]], Fences]:
+        """Where the pack kernels can read these records: (records, parts, rows of each), and what
+        they have to wait for.
+
+        On a GPU in the landing buffer, behind one another; large copies first and one launch then:
+        many small copies run at a tenth of the speed.
+        """
+        arenas = {id(arena): arena for _, arena, _ in moves}
+        split = [
+            (arena, [(p, frames) for p, there, frames in moves if there is arena])
+            for arena in arenas.values()
+        ]
         if self._pool.device.type == "cpu":
-            unpack_pages(self._pool.history, pages, arena.frames, frames)
-            return
-        # One large copy a record, then one scatter: many small copies run at a tenth of the speed.
-        for row, frame in enumerate(frames):
-            self._landing[row].copy_(arena.frames[frame], non_blocking=True)
-        unpack_pages(self._pool.history, pages, self._landing, range(len(frames)))
+            return [
+                (arena.frames, [p for p, _ in here], [frames for _, frames in here])
+                for arena, here in split
+            ], ()
+        landed: list[tuple[torch.Tensor, list[Part], list[Sequence[int]]]] = []
+        used = 0
+        with self._streams.on(Lane.FETCH):
+            for arena, here in split:
+                first = used
+                rows: list[Sequence[int]] = []
+                for _, frames in here:
+                    rows.append(range(used, used + len(frames)))
+                    used += len(frames)
+                copy_rows(
+                    arena.frames,
+                    [frame for _, frames in here for frame in frames],
+                    self._landing,
+                    range(first, used),
+                    [size for p, frames in here for size in _sizes(self._layout, arena, p, frames)],
+                )
+                landed.append((self._landing, [p for p, _ in here], rows))
+        return landed, (self._streams.mark(Lane.FETCH),)
+
+
+End = tuple[Kind, Sequence[int], bool]
+"""Device end of a part: kind, frames, whether they are a live tail."""
+
+
+def _by_sections(
+    pool: DevicePool, ends: Sequence[End], rows: Sequence[Sequence[int]]
+) -> dict[Sections, tuple[list[tuple[int, ...]], list[Sequence[int]]]]:
+    """Pages and rows of the records that one call can move."""
+    out: dict[Sections, tuple[list[tuple[int, ...]], list[Sequence[int]]]] = {}
+    for (kind, frames, live), held in zip(ends, rows, strict=True):
+        sections, pages = pool.sections(kind, frames, live=live)
+        some, theirs = out.setdefault(sections, ([], []))
+        some.append(pages)
+        theirs.append(held)
+    return out
+
+
+def _sizes(layout: Layout, arena: HostArena, part: Part, frames: Sequence[int]) -> list[int]:
+    """Bytes of a part's record in each of its frames."""
+    size, whole = record_bytes(layout, part), arena.frame_bytes
+    return [max(0, min(whole, size - i * whole)) for i in range(len(frames))]

@@ -23,8 +23,10 @@ class Lane(Enum):
     """Gathers into staging."""
     DRAIN = "drain"
     """Staging to the host."""
+    FETCH = "fetch"
+    """Host to landing buffers."""
     LOAD = "load"
-    """Host to pages."""
+    """Landing buffers to pages."""
 
 
 class Event(Protocol):
@@ -81,12 +83,12 @@ class CpuStreams:
 
 
 class CudaStreams:
-    """Three streams of our own, and the caller's."""
+    """A stream of our own for each lane but the caller's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._own: dict[Lane, torch.cuda.Stream] = {}
-        for lane in (Lane.PACK, Lane.DRAIN, Lane.LOAD):
+        for lane in (Lane.PACK, Lane.DRAIN, Lane.FETCH, Lane.LOAD):
             self._own[lane] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         self._compute: torch.cuda.Stream | None = None

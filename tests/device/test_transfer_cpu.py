@@ -616,7 +616,7 @@ def test_parts_count_from_the_front_whatever_ran_first(batch: int) -> None:
     """Batches of one op run on several threads; the first failure bounds what was delivered."""
     with plane(io_threads=4) as p:
         want = store_chain(p, 8)
-        p.transfer._batch_frames = batch
+        p.transfer._read_frames = batch
         slow, read_into = threading.Event(), p.store.read_into
 
         def reorder(reads: Sequence[Read]) -> list[bool]:
