@@ -11,7 +11,7 @@ out=${GPU_JSON:-benchmarks/results/gpu.json}
 select=(-m gpu)
 if [ "${1:-}" = --all ]; then select=(-m "not slow") && shift; fi
 log=$(mktemp)
-"$python" -m pytest -q -p no:cacheprovider -p no:benchmark "${select[@]}" "$@" | tee "$log"
+"$python" -m pytest -q -p no:cacheprovider "${select[@]}" "$@" | tee "$log"
 status=${PIPESTATUS[0]}
 "$python" - "$log" "$status" "$out" <<'PY'
 import datetime, json, platform, re, subprocess, sys
