@@ -129,18 +129,21 @@ class FakePlane:
             self.read[op_id, i] = value = self._source(part)
             assert value not in (None, GARBAGE), "a pack reads what is not there"
 
+    @property
+    def oldest(self) -> int:
+        """The operation that was started first.  Ids do not tell: a DROP that makes room for a
+        STORE is started before it and numbered after it."""
+        return next(iter(self.live))
+
     def can_finish(self, op_id: int) -> bool:
         """STORE and DROP take effect in the order of their start."""
-        op = self.live[op_id]
-        if op.kind not in (OpKind.STORE, OpKind.DROP):
-            return True
-        return op_id == min(
-            i for i, o in self.live.items() if o.kind in (OpKind.STORE, OpKind.DROP)
-        )
+        disk = [i for i, op in self.live.items() if op.kind in (OpKind.STORE, OpKind.DROP)]
+        return op_id not in disk or op_id == disk[0]
 
     def finish(self, op_id: int, delivered: int | None) -> int:
         """Carry an operation out up to ``delivered`` parts (None: all); returns how many were."""
         op = self.live[op_id]
+        assert self.can_finish(op_id), "STORE and DROP take effect in the order of their start"
         self.bad_source = False
         n = len(op.parts) if delivered is None else min(delivered, len(op.parts))
         if op.kind is OpKind.DROP:

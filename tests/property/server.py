@@ -141,7 +141,7 @@ class FakeServer:
 
     def drain(self) -> None:
         while self.plane.live:
-            self.end(min(self.plane.live))
+            self.end(self.plane.oldest)
 
     # ------------------------------------------------------------------ requests
     def open(
@@ -304,7 +304,7 @@ class FakeServer:
         if rec is None:
             return None
         while rec.state is LeaseState.RESTORING and self.plane.live:
-            self.end(min(self.plane.live))
+            self.end(self.plane.oldest)
         while rec.length < len(tokens):
             if not self.step([rec], [tokens[rec.length : rec.length + chunk]]):
                 break

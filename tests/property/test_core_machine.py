@@ -312,7 +312,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         if other is not None and tokens:
             self.step([other], [list(tokens)])
         if finish_first and self.plane.live:
-            self.end(min(self.plane.live), data.draw(st.integers(0, 2)))
+            self.end(self.plane.oldest, data.draw(st.integers(0, 2)))
 
     @precondition(lambda self: self.ever and self.geometry.cpu_frames)
     @rule(data=st.data(), early=st.booleans(), cold_host=st.booleans())
@@ -483,7 +483,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         self.seats(1)
         self.serve(tokens, release=data.draw(st.booleans()))
         while not any(o.kind is OpKind.STORE for o in self.plane.live.values()) and self.plane.live:
-            self.end(min(self.plane.live))
+            self.end(self.plane.oldest)
         self.clear_now(who, None)
 
     @rule(by=st.integers(1, 2))
@@ -558,7 +558,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         if sure:
             return
         while self.plane.live and data.draw(st.booleans()):
-            self.end(min(self.plane.live))
+            self.end(self.plane.oldest)
         self.replay_all()
         self.restart()
         for who, tokens, placed in self.ever:
