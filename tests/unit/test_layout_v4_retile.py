@@ -28,7 +28,7 @@ def slot_of(pages: Bytes, slots: int, s: int, data: int = 576, scale: int = 8) -
     """Slot ``s``, counted through pages of ``slots``: its data row and its scales."""
     page, at = pages[s // slots], s % slots
     begin = slots * data + scale * at
-    return page[at * data : (at + 1) * data].tobytes() + page[begin : begin + scale].tobytes()
+    return bytes(page[at * data : (at + 1) * data]) + bytes(page[begin : begin + scale])
 
 
 @pytest.mark.parametrize(("few", "many"), [(128, 256), (64, 128), (2, 256)])
