@@ -3,13 +3,25 @@
 Generated from the table: a row added there is tested here, on the devices it names.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from kvtier.kernels import Case, HeadDims, select, table
+from kvtier.kernels import (
+    RECORDS,
+    Case,
+    HeadDims,
+    compress,
+    index_topk,
+    select,
+    sparse_attend,
+    table,
+    write_records,
+)
 from tests.unit.mla_cases import MlaCase
+from tests.unit.v4_cases import batch_of
 
 RELEASED = HeadDims(heads=3, latent=512, rope=64, nope=128, value=128)
 ODD = HeadDims(heads=5, latent=24, rope=6, nope=10, value=7)
@@ -39,7 +51,7 @@ def rows() -> Iterator[object]:
                     row["backend"],
                     getattr(torch, dtype),
                     device,
-                    id=f"{row['operation']}-{row['backend']}-{dtype}-{device}",
+                    id="-".join((row["operation"], row["record"], row["backend"], dtype, device)),
                     marks=[pytest.mark.gpu] if device == "cuda" else [],
                 )
 
@@ -52,8 +64,127 @@ def sizes(operation: str, backend: str) -> list[HeadDims]:
     return [RELEASED, ODD] if dims == "any" else [RELEASED]
 
 
+def check_write_record(
+    run: Callable[..., Any], record: str, dim: int, dtype: torch.dtype, device: str
+) -> None:
+    """The reference's bytes on the CPU, wherever they are written."""
+    slots = torch.tensor([9, -1, 2, 0, 11, 5], dtype=torch.int32)
+    values = (torch.randn(6, dim) * 2.0 ** torch.randint(-20, 9, (6, dim))).to(dtype)
+    values[3] = 0
+    expected = pool(record, 3, 4, dim, dtype)
+    write_records(expected, slots, values, RECORDS[record])
+    written = pool(record, 3, 4, dim, dtype, device)
+    run(written, slots.to(device), values.to(device), RECORDS[record])
+    assert torch.equal(as_bytes(written).cpu(), as_bytes(expected))
+
+
+def check_compress(
+    run: Callable[..., Any], record: str, dim: int, dtype: torch.dtype, device: str
+) -> None:
+    for ratio, parts in ((4, 2), (128, 1)):
+        ring = parts * ratio
+        lengths = [(1, 4), (300, 515), (1, 0), (2, 129)]
+        kv, score = torch.randn(2, 304, parts * dim).to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        states = [torch.randn(5 * ring, 2 * dim).to(wide) for _ in range(parts)]
+        slots = torch.tensor([3, 0, -1, 4], dtype=torch.int32)
+        options: dict[str, Any] = {"ratio": ratio, "ring": ring, "captures": [(1, 256), (1, 512)]}
+        options["capture_slots"] = (4,) * parts
+        expected_states = [s.clone() for s in states]
+        expected = compress(kv, score, expected_states, batch_of(lengths), slots, **options)
+        moved = [s.to(device) for s in states]
+        batch = batch_of(lengths, device=device)
+        got = run(kv.to(device), score.to(device), moved, batch, slots.to(device), **options)
+        assert torch.equal(got.tokens.cpu(), expected.tokens)
+        assert torch.equal(got.entries.cpu(), expected.entries)
+        torch.testing.assert_close(got.values.cpu(), expected.values, rtol=0, atol=2e-6)
+        for ours, theirs in zip(
+            (*got.captured, *moved), (*expected.captured, *expected_states), strict=True
+        ):
+            assert torch.equal(ours.cpu(), theirs)
+
+
+def check_index_topk(
+    run: Callable[..., Any], record: str, dim: int, dtype: torch.dtype, device: str
+) -> None:
+    batch = batch_of([(3, 300), (1, 0), (2, 700), (1, 3)])
+    keys = pool(record, int(batch.block_table.max()) + 1, 64, dim, torch.float32)
+    slots = torch.arange(keys.shape[0] * (1 if record == "dense" else 64))
+    # Few distinct scores, exact in every type: ties, and the same choice whatever the order.
+    write_records(keys, slots, torch.randint(-2, 3, (len(slots), dim)).float(), RECORDS[record])
+    query = torch.randint(-1, 2, (7, 4, dim)).to(dtype)
+    weights = torch.randint(-1, 3, (7, 4)).to(dtype)
+    options: dict[str, Any] = {"ratio": 4, "topk": 32, "record": RECORDS[record]}
+    expected = index_topk(query, weights, keys, batch, **options)
+    moved = batch_of([(3, 300), (1, 0), (2, 700), (1, 3)], device=device)
+    got = run(query.to(device), weights.to(device), keys.to(device), moved, **options)
+    assert torch.equal(got.cpu(), expected)
+
+
+def check_sparse_attend(
+    run: Callable[..., Any], record: str, dim: int, dtype: torch.dtype, device: str
+) -> None:
+    stored = torch.promote_types(dtype, torch.float32)
+    window, extra = pool(record, 3, 128, dim, stored), pool(record, 3, 64, dim, stored)
+    for storage, there in ((window, 384), (extra, 192)):
+        values = torch.randn(there, dim).to(stored)
+        write_records(storage, torch.arange(there), values, RECORDS[record])
+    query, sink = torch.randn(5, 3, dim).to(dtype), torch.randn(3)
+    lists = [torch.randint(0, 384, (5, 128)), torch.randint(0, 192, (5, 40))]
+    for slots in lists:
+        slots[1] = -1
+        slots[3, ::3] = -1
+    arguments: dict[str, Any] = {
+        "query": query,
+        "window": window,
+        "window_slots": lists[0].int(),
+        "sink": sink,
+    }
+    arguments |= {"extra": extra, "extra_slots": lists[1].int()}
+    options: dict[str, Any] = {"scale": dim**-0.5, "record": RECORDS[record]}
+    wide = arguments | {"query": query.double()}
+    expected, expected_lse = sparse_attend(**wide, **options)
+    out, lse = run(**{name: t.to(device) for name, t in arguments.items()}, **options)
+    assert out.dtype == dtype
+    assert out[1].eq(0).all() and lse[1].eq(-torch.inf).all()
+    assert (out.cpu().double() - expected).abs().max() <= TOLERANCE[dtype] * 3
+    keep = [0, 2, 3, 4]
+    near = 10 * max(TOLERANCE[dtype], TOLERANCE[torch.float32])
+    assert (lse.cpu().double() - expected_lse)[keep].abs().max() <= near
+
+
+PACKED: dict[str, tuple[Callable[..., None], int]] = {
+    "write_record": (check_write_record, 24),
+    "compress": (check_compress, 40),
+    "index_topk": (check_index_topk, 24),
+    "sparse_attend": (check_sparse_attend, 24),
+}
+"""Operations on records: a check, and a row width for those that take any."""
+
+
+def pool(
+    record: str, pages: int, slots: int, dim: int, dtype: torch.dtype, device: str = "cpu"
+) -> torch.Tensor:
+    """Pages of a record, poisoned."""
+    if record == "dense":
+        return torch.full((pages * slots, dim), torch.nan, dtype=dtype, device=device)
+    shape = (pages, RECORDS[record].page_bytes(slots))
+    return torch.full(shape, 0xFF, dtype=torch.uint8, device=device)
+
+
+def as_bytes(storage: torch.Tensor) -> torch.Tensor:
+    return storage.view(torch.uint8)
+
+
 @pytest.mark.parametrize(("operation", "record", "backend", "dtype", "device"), list(rows()))
 def test_row(operation: str, record: str, backend: str, dtype: torch.dtype, device: str) -> None:
+    if operation in PACKED:
+        check, any_dim = PACKED[operation]
+        dim = RECORDS[record].dim or any_dim
+        kernel = select(Case(operation, record, (dim,), dtype, device), backend=backend)
+        assert kernel.backend == backend
+        check(kernel.run, record, dim, dtype, device)
+        return
     for dims in sizes(operation, backend):
         width = dims.latent + dims.rope
         listed = {
