@@ -276,9 +276,9 @@ def test_a_bug_met_while_closing_closes_the_transfer_and_wakes_everybody(
 def test_a_mistake_of_the_caller_is_no_bug(cache: kvtier.Cache) -> None:
     with cache.lease(prompt(9), reserve=9) as lease:
         for bad in ("a", None, 1.5):
-            with pytest.raises(TypeError):
+            with pytest.raises(kvtier.ConfigError):
                 lease.slot_mapping(bad, 2)  # type: ignore[arg-type]
-            with pytest.raises(TypeError):
+            with pytest.raises(kvtier.ConfigError):
                 lease.slot_mapping(0, bad)  # type: ignore[arg-type]
         with pytest.raises(kvtier.LeaseError):
             lease.slot_mapping(2, 1)
