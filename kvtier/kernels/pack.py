@@ -31,6 +31,10 @@ class Sections:
     storages: tuple[torch.Tensor, ...]
     offsets: tuple[int, ...]
     members: tuple[int, ...] = ()
+    record_bytes: int = field(init=False)
+    """Where the last section of a record ends."""
+    num_pages: tuple[int, ...] = field(init=False)
+    """Pages there are to choose from, of each member."""
     _chunks: "dict[int, Chunks]" = field(default_factory=dict, init=False, repr=False)
     """Device tables by bytes of a record's row, made when first used."""
 
@@ -42,12 +46,13 @@ class Sections:
             assert storage.dtype is torch.uint8
             assert storage.dim() == 2
             assert storage.stride(1) == 1
-
-    @property
-    def record_bytes(self) -> int:
-        return max(
-            (at + s.shape[1] for at, s in zip(self.offsets, self.storages, strict=True)), default=0
-        )
+        ends = (at + storage.shape[1] for storage, at, _ in self)
+        object.__setattr__(self, "record_bytes", max(ends, default=0))
+        count = [
+            min((s.shape[0] for s, _, m in self if m == member), default=0)
+            for member in range(1 + max(self.members, default=0))
+        ]
+        object.__setattr__(self, "num_pages", tuple(count))
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """(storage, offset, member) of each section."""
@@ -246,11 +251,10 @@ def _check_pages(
     sections: Sections, pages: Sequence[int], records: torch.Tensor, rows: Sequence[int]
 ) -> None:
     assert len(pages) == len(rows), (pages, rows)
-    assert not any(sections.members), "these records take several pages"
     assert records.shape[-1] >= sections.record_bytes, "a record does not fit a row"
     _check_records(sections, records)
     # Out-of-range ids would wrap around (-1) or fault on a device far from here.
-    num_pages = sections.storages[0].shape[0]
+    (num_pages,) = sections.num_pages
     if not _within(pages, num_pages) or not _within(rows, records.shape[0]):
         raise IndexError(f"pages {pages} of {num_pages}, rows {rows} of {records.shape[0]}")
 
@@ -265,10 +269,9 @@ def _check_tails(
     _check_records(sections, records)
     needed = -(-sections.record_bytes // records.shape[1])
     assert all(len(held) >= needed for held in rows), "a record does not fit its rows"
-    for member in set(sections.members):
-        num_pages = min(s.shape[0] for s, _, m in sections if m == member)
-        if not all(-1 <= tail[member] < num_pages for tail in tails):
-            raise IndexError(f"page {member} of tails {tails}: there are {num_pages}")
+    for tail in tails:
+        if not all(-1 <= p < n for p, n in zip(tail, sections.num_pages, strict=True)):
+            raise IndexError(f"tail {tail}: there are {sections.num_pages} pages")
     if not all(_within(held, records.shape[0]) for held in rows):
         raise IndexError(f"rows {rows} of {records.shape[0]}")
 

@@ -6,6 +6,7 @@ layout.  Addresses are 64 bits wide.  Owns no check of its arguments: ``kvtier.k
 functions these carry out, has made them.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ __all__ = ["CHUNK", "Chunks", "copy_runs", "cut", "move"]
 
 CHUNK = 16384
 """Bytes a program moves at most: enough loads in flight at once, enough programs a page."""
+_BLOCK = tl.constexpr(CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,53 +78,52 @@ def move(
     """
     if not pages:
         return
-    ids = [[*item, *held] for item, held in zip(pages, rows, strict=True)]
     num_chunks = chunks.table.shape[0]
-    _move[(num_chunks * len(ids),)](
-        chunks.table,
-        _upload(ids, records.device),
-        records,
-        records.stride(0),
-        num_chunks,
-        chunks.members,
-        chunks.members + chunks.rows,
-        UNPACK=unpack,
-        CHUNK=CHUNK,
-    )
+    numbers = [
+        chunks.table.data_ptr(), num_chunks, chunks.members, chunks.members + chunks.rows,
+        records.data_ptr(), records.stride(0),
+    ]  # fmt: skip
+    for item, held in zip(pages, rows, strict=True):
+        numbers += item[: chunks.members]
+        numbers += held[: chunks.rows]
+    launch = _upload(numbers, records.device)
+    (_unpack if unpack else _pack)[(num_chunks * len(pages),)](launch)
 
 
 def copy_runs(runs: Sequence[tuple[int, int, int]], device: torch.device) -> None:
     """Copy runs of (source address, target address, bytes) in one launch; source 0 means zeros."""
-    lines = [
-        (source and source + at, target + at, min(CHUNK, size - at))
+    numbers = [
+        number
         for source, target, size in runs
         for at in range(0, size, CHUNK)
+        for number in (source and source + at, target + at, min(CHUNK, size - at))
     ]
-    if lines:
-        _copy_runs[(len(lines),)](_upload(lines, device), CHUNK=CHUNK)
+    if numbers:
+        _copy_runs[(len(numbers) // 3,)](_upload(numbers, device))
 
 
-def _upload(numbers: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+def _upload(numbers: list[int], device: torch.device) -> torch.Tensor:
     # From pageable memory: the driver has read it when this returns.  Allocated on the stream that
     # reads it, so its memory cannot be reused before it was read.
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    there = torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    return there.to(device, non_blocking=True)
 
 
 @triton.jit
-def _copy(source, target, size, held, CHUNK: tl.constexpr):
+def _copy(source, target, size, held, BLOCK: tl.constexpr):
     """``size`` bytes (up to CHUNK) from one address to another; zeros unless ``held``."""
     if ((source | target | size) & 15) == 0:
-        _copy_words(source, target, size, held, CHUNK)
+        _copy_words(source, target, size, held, BLOCK)
     else:
         _copy_bytes(source, target, size, held)
 
 
 @triton.jit
-def _copy_words(source, target, size, held, CHUNK: tl.constexpr):
+def _copy_words(source, target, size, held, BLOCK: tl.constexpr):
     # The hints make of every two words one access of 16 bytes.
     there = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
     here = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
-    words = tl.arange(0, CHUNK // 8)
+    words = tl.arange(0, BLOCK // 8)
     inside = words < tl.multiple_of(size // 8, 2)
     tl.store(here + words, tl.load(there + words, mask=inside & held, other=0), mask=inside)
 
@@ -140,28 +141,39 @@ def _copy_bytes(source, target, size, held):
         left -= 1024
 
 
-@triton.jit(do_not_specialize=["row_bytes", "num_chunks", "members", "width"])
-def _move(
-    table, ids, records, row_bytes, num_chunks, members, width,
-    UNPACK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    line = table + program % num_chunks * 6
-    numbers = ids + program // num_chunks * width
-    page = tl.load(numbers + tl.load(line + 5))
-    row = tl.load(numbers + members + tl.load(line + 2))
-    paged = tl.load(line) + page * tl.load(line + 1)
-    packed = records.to(tl.int64) + row * row_bytes + tl.load(line + 3)
-    size = tl.load(line + 4)
-    if UNPACK:
-        if page >= 0:
-            _copy(packed, paged, size, True, CHUNK)
-    else:
-        _copy(paged, packed, size, page >= 0, CHUNK)
+# What a launch is about comes as numbers in one upload: handing over each by itself costs more
+# than the launch.  (table, chunks, members, numbers an item, records, bytes of a row), then items.
 
 
 @triton.jit
-def _copy_runs(table, CHUNK: tl.constexpr):
+def _places(launch):
+    """(paged address, packed address, bytes, page) of this program's chunk."""
+    num_chunks = tl.load(launch + 1)
+    program = tl.program_id(0).to(tl.int64)
+    line = tl.load(launch).to(tl.pointer_type(tl.int64)) + program % num_chunks * 6
+    item = launch + 6 + program // num_chunks * tl.load(launch + 3)
+    page = tl.load(item + tl.load(line + 5))
+    row = tl.load(item + tl.load(launch + 2) + tl.load(line + 2))
+    paged = tl.load(line) + page * tl.load(line + 1)
+    packed = tl.load(launch + 4) + row * tl.load(launch + 5) + tl.load(line + 3)
+    return paged, packed, tl.load(line + 4), page
+
+
+@triton.jit
+def _pack(launch):
+    paged, packed, size, page = _places(launch)
+    _copy(paged, packed, size, page >= 0, _BLOCK)
+
+
+@triton.jit
+def _unpack(launch):
+    paged, packed, size, page = _places(launch)
+    if page >= 0:
+        _copy(packed, paged, size, True, _BLOCK)
+
+
+@triton.jit
+def _copy_runs(table):
     line = table + tl.program_id(0) * 3
     source = tl.load(line)
-    _copy(source, tl.load(line + 1), tl.load(line + 2), source != 0, CHUNK)
+    _copy(source, tl.load(line + 1), tl.load(line + 2), source != 0, _BLOCK)

@@ -1,0 +1,255 @@
+"""Between the device and pinned host memory: how near the data plane comes to a bare copy.
+
+Everything runs in one process on one GPU, in turn: bare pinned copies of the same bytes (the
+ceiling: one large copy, and one copy a page for comparison), then the real data plane: PACK
+(gather, staging, copy to the host frames), RESTORE from the host (copy, scatter into pages), and
+both at once, with several operations and at least 256 MB of each in flight.  Frames are in random
+order, as in a cache that has run for a while.  What was moved is compared with what it should be.
+
+Without a GPU there are no results.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.harness import Param, Result, summarise
+from kvtier.config import CacheConfig
+from kvtier.core.geometry import Geometry
+from kvtier.core.ops import Kind, Op, OpKind, Part
+from kvtier.data import DeviceTransfer
+from kvtier.layouts import Layout, gqa, mla, swa_c4_c128
+from kvtier.types import Tier
+
+__all__ = ["run"]
+
+IN_FLIGHT = 256 * 10**6
+"""Bytes of unfinished operations each way, at least."""
+OPS = 4
+"""Operations these bytes are cut into: a step of a prefill ends one."""
+V4_RATIOS = (0, 0, *(4, 128) * 20, 4)
+"""What each of the 43 layers of V4-Flash compresses; its pages have 998,208 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    layout: Layout
+    kind: Kind = Kind.HISTORY
+
+
+def run(quick: bool) -> list[Result]:
+    """Rates in GB/s of payload, each beside the pinned copy measured in the same run."""
+    if not torch.cuda.is_available():
+        print("pipeline: needs a CUDA device")
+        return []
+    v4 = swa_c4_c128(layer_ratios=V4_RATIOS)
+    assert v4.page_bytes() == 998_208
+    cases = [
+        Case("v4-flash", v4),
+        Case("v4-flash-tails", v4, Kind.CHECKPOINT),
+        Case("v3", mla(layers=61, latent_dim=512, rope_dim=64)),
+        Case("small", gqa(layers=4, kv_heads=2, head_dim=64)),
+    ]
+    results: list[Result] = []
+    for case in cases:
+        results += _case(case, seconds=0.3 if quick else 1.0)
+    return results
+
+
+def _case(case: Case, *, seconds: float) -> list[Result]:
+    size = _record_bytes(case)
+    params: dict[str, Param] = {"layout": case.name, "bytes": size}
+    bench = _Bench(case)
+    try:
+        results = []
+        ceilings = {}
+        for way in ("d2h", "h2d", "both"):
+            ceiling = summarise(f"pinned_{way}_gbps", bench.bare(way), unit="GB/s", params=params)
+            single = summarise(
+                f"pinned_{way}_gbps",
+                bench.bare(way, whole=False),
+                unit="GB/s",
+                params={**params, "copies": "one a page"},
+            )
+            ceilings[way] = max(ceiling.median, single.median)
+            results += [ceiling, single.against(ceilings[way])]
+        for name, way in (("pack_d2h", "d2h"), ("h2d_unpack", "h2d"), ("both", "both")):
+            samples = bench.plane(way, seconds)
+            result = summarise(f"{name}_gbps", samples, unit="GB/s", params=params)
+            results.append(result.against(ceilings[way]))
+        bench.check()
+        return results
+    finally:
+        bench.close()
+
+
+def _record_bytes(case: Case) -> int:
+    if case.kind is Kind.HISTORY:
+        return case.layout.page_bytes()
+    return case.layout.checkpoint_bytes()
+
+
+class _Bench:
+    """A data plane with twice the records of what is in flight, and as many bare pinned bytes."""
+
+    def __init__(self, case: Case, *, device: str = "cuda", in_flight: int = IN_FLIGHT) -> None:
+        layout = case.layout
+        self.case = case
+        self.size = _record_bytes(case)
+        self.frames = -(-self.size // layout.frame_bytes())  # of a record, on the host
+        self.per_op = -(-in_flight // (OPS * self.size))
+        self.records = self.per_op * OPS
+        tails = self.records if case.kind is Kind.CHECKPOINT else 0
+        pages = 2 if tails else 2 * self.records
+        self.plane_ = DeviceTransfer(
+            layout,
+            Geometry(
+                page_tokens=layout.page_tokens,
+                gpu_pages=pages,
+                cpu_frames=2 * self.records * self.frames,
+                has_tails=layout.has_tails,
+                checkpoint_frames=layout.checkpoint_frames() if layout.has_tails else 0,
+                parked_frames=layout.checkpoint_frames() if layout.has_tails else 0,
+                gpu_states=2 * tails,
+                gpu_windows=2 * tails * layout.tail_windows,
+                window=next((c.window or 0 for c in layout.windows), 0),
+                window_page=next((c.slots_per_page for c in layout.windows), 0),
+                checkpoint_tokens=next((c.checkpoint_slots or 0 for c in layout.windows), 0),
+            ),
+            device=device,
+            store=None,
+            config=CacheConfig(gpu_bytes=1, cpu_bytes=1, on_full="wait", wait_s=60.0),
+        )
+        rng = np.random.default_rng(0)
+        host = rng.permutation(2 * self.records * self.frames).reshape(-1, self.frames)
+        order = rng.permutation(2 * self.records)
+        # The first half is packed, the second restored.
+        self.ends = [
+            (self._device_frames(int(p)), tuple(int(f) for f in frames))
+            for p, frames in zip(order, host, strict=True)
+        ]
+        self._fill()
+        self.ids = iter(range(1 << 30))
+
+    def _device_frames(self, i: int) -> tuple[int, ...]:
+        if self.case.kind is Kind.HISTORY:
+            return (i,)
+        windows = self.case.layout.tail_windows
+        return (i, *range(i * windows, (i + 1) * windows))
+
+    def _fill(self) -> None:
+        pool = self.plane_.pool
+        generator = torch.Generator(pool.device).manual_seed(0)
+        for storage in pool._storage.values():
+            storage.random_(0, 256, generator=generator)
+        host = self.plane_.host.frames
+        noise = torch.empty_like(host[:64], device=pool.device).random_(generator=generator)
+        for start in range(0, host.shape[0], 64):
+            host[start : start + 64].copy_(noise[: host.shape[0] - start].roll(start + 1, 1))
+        if pool.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    # The ceiling
+
+    def bare(self, way: str, *, whole: bool = True, repeats: int = 5) -> list[float]:
+        """Rates of copies between a plain device buffer and the arena itself."""
+        size = self.records * self.frames * self.plane_.host.frame_bytes
+        down, up = (
+            self.plane_.host.frames[: self.records * self.frames],
+            self.plane_.host.frames[self.records * self.frames :],
+        )
+        buffers = [torch.empty_like(down, device="cuda") for _ in range(2)]
+        buffers[0].copy_(down)  # what comes back is what was there
+        pairs = {"d2h": [(buffers[0], down)], "h2d": [(up, buffers[1])]}
+        pairs["both"] = pairs["d2h"] + pairs["h2d"]
+        streams = [torch.cuda.Stream() for _ in pairs[way]]  # type: ignore[no-untyped-call]
+
+        def copy() -> None:
+            for stream, (source, target) in zip(streams, pairs[way], strict=True):
+                with torch.cuda.stream(stream):
+                    if whole:
+                        target.copy_(source, non_blocking=True)
+                        continue
+                    for src, dst in zip(source, target, strict=True):
+                        dst.copy_(src, non_blocking=True)
+
+        copy()
+        torch.cuda.synchronize()
+        samples = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            copy()
+            torch.cuda.synchronize()
+            samples.append(size * len(pairs[way]) / (time.perf_counter() - start) / 1e9)
+        return samples
+
+    # The data plane
+
+    def plane(self, way: str, seconds: float) -> list[float]:
+        """Rates over windows of several operations, the queues never empty."""
+        done: list[float] = []
+        stop = threading.Event()
+        idle = threading.Semaphore(0)
+        ways = ("d2h", "h2d") if way == "both" else (way,)
+
+        def start(which: str, turn: int) -> None:
+            def ended(n: int, error: BaseException | None) -> None:
+                assert n == self.per_op, error
+                done.append(time.perf_counter())
+                if stop.is_set():
+                    idle.release()
+                else:
+                    start(which, turn)
+
+            op = self._op(which, turn)
+            self.plane_.start(op, packed=lambda: None, done=ended)
+
+        for which in ways:
+            for turn in range(OPS):
+                start(which, turn)
+        time.sleep(seconds)
+        stop.set()
+        for _ in range(OPS * len(ways)):
+            assert idle.acquire(timeout=60)
+        return _rates(done, self.per_op * self.size, skip=OPS * len(ways))
+
+    def _op(self, way: str, turn: int) -> Op:
+        first = turn * self.per_op + (self.records if way == "h2d" else 0)
+        return self._move(way, self.ends[first : first + self.per_op])
+
+    def _move(self, way: str, ends: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Op:
+        live, kind = self.case.kind is Kind.CHECKPOINT, self.case.kind
+        if way == "d2h":
+            parts = tuple(
+                Part(kind, Tier.GPU, device, Tier.CPU, host, live_src=live) for device, host in ends
+            )
+            return Op(next(self.ids), OpKind.PACK, parts)
+        parts = tuple(
+            Part(kind, Tier.CPU, host, Tier.GPU, device, live_dst=live) for device, host in ends
+        )
+        return Op(next(self.ids), OpKind.RESTORE, parts)
+
+    def check(self) -> None:
+        """Every record is now the same on the device and on the host."""
+        for device, frames in self.ends:
+            live = self.case.kind is Kind.CHECKPOINT
+            spans = self.plane_.pool.spans(self.case.kind, device, live=live)
+            there = torch.cat([span for span in spans if isinstance(span, torch.Tensor)])
+            here = torch.cat([*self.plane_.host.spans(frames)])[: self.size]
+            assert torch.equal(there.cpu(), here), (device, frames)
+
+    def close(self) -> None:
+        self.plane_.close()
+
+
+def _rates(ends: Sequence[float], size: int, *, skip: int, window: int = 8) -> list[float]:
+    """GB/s of every ``window`` operations in turn; the first and the last ``skip`` of all are left
+    out, as the queues fill and run dry then."""
+    inner = sorted(ends)[skip : len(ends) - skip]
+    times = [b - a for a, b in zip(inner[::window], inner[window::window], strict=False)]
+    return [window * size / t / 1e9 for t in times]
