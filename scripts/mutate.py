@@ -321,8 +321,20 @@ BUGS = [
     Bug(
         "a page leaves before its host copy is confirmed",
         "residency",
-        "            if any(c is not None and c.writer for c in node.copies[CPU:CHECKPOINT]):",
-        "            if False:",
+        "        if promised(node.copies, slot):",
+        "        if False:",
+    ),
+    Bug(
+        "a page leaves before the disk has what the host has lost",
+        "copies",
+        "            return below.writer > 0",
+        "            return below.slot == CPU and below.writer > 0",
+    ),
+    Bug(
+        "a page that the host has waits for the disk",
+        "copies",
+        "            return below.writer > 0",
+        "            if below.writer:\n                return True",
     ),
     Bug(
         "kept pages leave their last tier",

@@ -1,10 +1,12 @@
 """A copy: a page's history or a checkpoint in one tier, and what holds it there."""
 
+from collections.abc import Sequence
+
 from kvtier.core.ops import Kind
 from kvtier.core.tree import Node
 from kvtier.types import Tier
 
-__all__ = ["CHECKPOINT", "CPU", "DISK", "GPU", "TIERS", "Copy"]
+__all__ = ["CHECKPOINT", "CPU", "DISK", "GPU", "TIERS", "Copy", "promised"]
 
 GPU, CPU, DISK = 0, 1, 2  # history slots of Node.copies; a checkpoint's slot is CHECKPOINT higher
 CHECKPOINT = 3
@@ -36,3 +38,13 @@ class Copy:
     @property
     def kind(self) -> Kind:
         return Kind.CHECKPOINT if self.slot >= CHECKPOINT else Kind.HISTORY
+
+
+def promised(copies: Sequence[Copy | None], slot: int) -> bool:
+    """Whether the next slower copy of a page is still being made: then the one in ``slot`` stays,
+    so that one of them is READY at any time (I9).  What is slower still does not matter: it is
+    made from the next one, which stays for it."""
+    for below in copies[slot + 1 : CHECKPOINT]:
+        if below is not None:
+            return below.writer > 0
+    return False

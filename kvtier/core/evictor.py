@@ -6,7 +6,7 @@ Proposes by the policies' order and carries out; what may leave is ``Residency.e
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, Copy
+from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, Copy, promised
 from kvtier.core.eviction import Entry
 from kvtier.core.tree import Node
 
@@ -170,7 +170,7 @@ class Evictor:
                 or up.readers
                 or not up.ready
                 or copies[slot + CHECKPOINT] is not None
-                or (slot == GPU and any(c is not None and c.writer for c in copies[CPU:CHECKPOINT]))
+                or promised(copies, slot)
             ):
                 break
             out.append(up)

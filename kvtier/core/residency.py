@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvtier.config import EvictionPolicy
-from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, TIERS, Copy
+from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, TIERS, Copy, promised
 from kvtier.core.disk import DiskTable
 from kvtier.core.eviction import EvictionOrder, policy_for
 from kvtier.core.evictor import GHOST_BYTES, Evictor
@@ -465,9 +465,9 @@ class Residency:
         if slot == GPU:
             if node.pins or (tail is not None and not self.evictable(tail)):
                 return False
-            if any(c is not None and c.writer for c in node.copies[CPU:CHECKPOINT]):
-                return False  # what is promised below must be confirmed first
         elif tail is not None:
+            return False
+        if promised(node.copies, slot):
             return False
         return not node.keeps or any(c is not None and c.ready for c in node.copies[slot + 1 : 3])
 

@@ -24,3 +24,42 @@ def test_a_page_stays_while_the_disk_is_still_writing_it() -> None:
     assert core.evict(Tier.GPU, 4)[0] == 1
     assert core.match(packed([1, 2, 3]), Identity()).disk_tokens == 2
     core.check()
+
+
+def test_a_page_that_the_host_has_waits_for_no_disk() -> None:
+    """A slow disk holds host memory, never the device: the store reads from the host."""
+    made = server(Geometry(page_tokens=2, gpu_pages=4, cpu_frames=4, disk_frames=4, max_leases=2))
+    core = made.core
+    made.serve([1, 2, 3, 4])
+    while any(op.kind is OpKind.PACK for op in made.plane.live.values()):
+        made.end(min(made.plane.live))
+    assert any(op.kind is OpKind.STORE for op in made.plane.live.values())
+    rec = made.open([9], reserve=8)  # all of the device
+    assert rec is not None
+    made.sound()
+    assert core.match(packed([1, 2, 3, 4, 5])).cpu_tokens == 4
+    assert core.evict(Tier.CPU, 4) == (0, [])  # read by the store
+    made.drain()
+    assert core.evict(Tier.CPU, 4)[0] == 2
+    assert core.match(packed([1, 2, 3, 4, 5])).disk_tokens == 4
+    made.sound()
+
+
+def test_a_new_host_copy_stays_while_the_disk_is_still_writing_the_old_one() -> None:
+    made = server(Geometry(page_tokens=2, gpu_pages=4, cpu_frames=4, disk_frames=4, max_leases=2))
+    core = made.core
+    made.serve([1, 2])
+    made.end(min(made.plane.live))
+    (store,) = (i for i, op in made.plane.live.items() if op.kind is OpKind.STORE)
+    made.run(core.clear(tiers=[Tier.CPU]))
+    again = made.open([1, 2, 3])  # found on the device: packed once more
+    assert again is not None
+    made.run(core.release(again))
+    made.end(next(i for i, op in made.plane.live.items() if op.kind is OpKind.PACK))
+    assert core.evict(Tier.GPU, 4)[0] == 1
+    assert core.evict(Tier.CPU, 4) == (0, [])
+    made.sound()
+    made.end(store)
+    assert core.evict(Tier.CPU, 4)[0] == 1
+    assert core.match(packed([1, 2, 3])).disk_tokens == 2
+    made.sound()
