@@ -62,10 +62,18 @@ def c128_slots(batch: PagedBatch) -> Tensor:
     k is the most that any query of the batch sees.
     """
     sequences, positions = token_positions(batch)
-    most = max((kv // 128 for kv in batch.kv_lens), default=0)
-    entries = torch.arange(most, device=positions.device).expand(positions.shape[0], -1)
-    seen = entries < closed_entries(positions, 128)[:, None]
-    return _table_slots(batch.block_table, sequences, entries, batch.page_tokens // 128, seen)
+    entries = torch.arange(max(batch.kv_lens, default=0) // 128, device=positions.device)
+    # A sequence's tokens see the same entries, each up to its own: look each up once.
+    closed = (batch.kv_lens_device // 128)[:, None]
+    rows = torch.arange(len(batch.kv_lens), device=positions.device)
+    slots = _table_slots(
+        batch.block_table,
+        rows,
+        entries.expand(len(rows), -1),
+        batch.page_tokens // 128,
+        entries < closed,
+    )
+    return torch.where(entries < closed_entries(positions, 128)[:, None], slots[sequences], -1)
 
 
 def token_positions(batch: PagedBatch) -> tuple[Tensor, Tensor]:
