@@ -12,17 +12,17 @@ Without a GPU there are no results.
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from benchmarks.harness import Param, Result, summarise
 from kvtier.config import CacheConfig
-from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Kind, Op, OpKind, Part
 from kvtier.data import DeviceTransfer
 from kvtier.layouts import Layout, gqa, mla, swa_c4_c128
+from kvtier.sizing import geometry_for
 from kvtier.types import Tier
 
 __all__ = ["run"]
@@ -106,24 +106,19 @@ class _Bench:
         self.records = self.per_op * OPS
         tails = self.records if case.kind is Kind.CHECKPOINT else 0
         pages = 2 if tails else 2 * self.records
+        config = CacheConfig(gpu_bytes="8GiB", cpu_bytes="1GiB", on_full="wait", wait_s=60.0)
         self.plane_ = DeviceTransfer(
             layout,
-            Geometry(
-                page_tokens=layout.page_tokens,
+            replace(
+                geometry_for(layout, config),
                 gpu_pages=pages,
                 cpu_frames=2 * self.records * self.frames,
-                has_tails=layout.has_tails,
-                checkpoint_frames=layout.checkpoint_frames() if layout.has_tails else 0,
-                parked_frames=layout.checkpoint_frames() if layout.has_tails else 0,
                 gpu_states=2 * tails,
                 gpu_windows=2 * tails * layout.tail_windows,
-                window=next((c.window or 0 for c in layout.windows), 0),
-                window_page=next((c.slots_per_page for c in layout.windows), 0),
-                checkpoint_tokens=next((c.checkpoint_slots or 0 for c in layout.windows), 0),
             ),
             device=device,
             store=None,
-            config=CacheConfig(gpu_bytes=1, cpu_bytes=1, on_full="wait", wait_s=60.0),
+            config=config,
         )
         rng = np.random.default_rng(0)
         host = rng.permutation(2 * self.records * self.frames).reshape(-1, self.frames)
