@@ -1,5 +1,6 @@
 """Parts that break: a transfer whose calls raise, a core with a bug.  Nothing leaks or hangs."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 
 import kvtier
-from kvtier.testing import ManualTransfer
+from kvtier.assembly import geometry_of
+from kvtier.data.transfer import DeviceTransfer
+from kvtier.testing import ManualTransfer, MemoryStore
 from kvtier.tokens import pack
 from kvtier.types import Tier
 from tests.shell.kit import LAYOUT, config, ends, feed, fill, free, make, prompt
@@ -301,3 +304,37 @@ def test_a_transfer_that_cannot_be_closed_leaves_nobody_waiting(
     assert futures["paused"].result(timeout=0) is None
     with pytest.raises(kvtier.CacheClosed):
         futures["flush"].result(timeout=0)
+
+
+# ------------------------------------------------------------------ a disk that hangs
+
+
+def test_a_disk_that_hangs_costs_what_it_was_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests go on: the device waits for host copies, and those for nobody."""
+    goes_on = threading.Event()
+    store = MemoryStore()
+    put_group = store.put_group
+
+    def hang(records: Any) -> None:
+        assert goes_on.wait(60)
+        put_group(records)
+
+    monkeypatch.setattr(store, "put_group", hang)
+    parts = config(gpu=6, cpu=64)
+    transfer = DeviceTransfer(
+        LAYOUT, geometry_of(LAYOUT, parts, store), device="cpu", store=store, config=parts
+    )
+    stores = {Tier.DISK: store}
+    with kvtier.Cache(LAYOUT, parts, model="m", transfer=transfer, stores=stores) as cache:
+        try:
+            for seed in range(8):  # four pages each
+                fill(cache, prompt(17, seed))
+                cache.flush(to=Tier.CPU).result(timeout=10)
+            assert cache.stats().storing > 0
+            assert not store.keys()
+            assert cache.match(prompt(18, 0)).cpu_tokens == 16
+        finally:
+            goes_on.set()
+        cache.flush().result(timeout=10)
+        assert len(store.keys()) == 8 * 4
+        cache.check()
