@@ -337,6 +337,12 @@ BUGS = [
         "            if below.writer:\n                return True",
     ),
     Bug(
+        "the line above a victim ignores what is still being made",
+        "evictor",
+        "                or promised(copies, slot)\n",
+        "",
+    ),
+    Bug(
         "kept pages leave their last tier",
         "residency",
         "        return not node.keeps or any(",

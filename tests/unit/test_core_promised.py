@@ -63,3 +63,19 @@ def test_a_new_host_copy_stays_while_the_disk_is_still_writing_the_old_one() -> 
     assert core.evict(Tier.CPU, 4)[0] == 1
     assert core.match(packed([1, 2, 3])).disk_tokens == 2
     made.sound()
+
+
+def test_a_page_above_a_victim_waits_for_its_own_host_copy() -> None:
+    made = server(Geometry(page_tokens=2, gpu_pages=4, cpu_frames=4, max_leases=2))
+    core = made.core
+    made.serve([1, 2, 3, 4], chunk=2)
+    first, second = sorted(made.plane.live)  # one pack a page
+    for op_id in (first, second):
+        made.plane.pack(op_id)
+        made.run(core.packed(op_id))
+    made.end(second)
+    assert core.evict(Tier.GPU, 4)[0] == 1
+    made.sound()
+    made.end(first)
+    assert core.evict(Tier.GPU, 4)[0] == 1
+    made.sound()
