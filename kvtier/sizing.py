@@ -70,7 +70,7 @@ def geometry_for(layout: Layout, config: CacheConfig, *, disk_frames: int = 0) -
         gpu_checkpoints=gpu_checkpoints,
         window=next((c.window or 0 for c in layout.windows), 0),
         window_page=window_page,
-        checkpoint_tokens=layout.window_kept,
+        window_kept=layout.window_kept,
         gpu_windows=gpu_windows,
         max_draft=layout.max_draft,
     )

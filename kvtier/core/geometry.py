@@ -29,18 +29,16 @@ class Geometry:
     """Tokens a window layer reads, the query's own included; 0: no windows."""
     window_page: int = 0
     """Tokens of a window page."""
-    checkpoint_tokens: int = 0
-    """Tokens of whole window pages in a checkpoint; 0: as many as the next token's window reaches.
-    """
+    window_kept: int = 0
+    """Tokens that windows are kept for, the next one included; more than ``window`` if checkpoints
+    hold more of them.  0: ``window``."""
     gpu_windows: int = 0
     max_draft: int = 0
     """Tokens past the committed ones that may be rejected; windows are kept that much longer."""
 
-    @property
-    def window_kept(self) -> int:
-        """Tokens that windows are kept for, the next one included: those it reads, and those
-        that a checkpoint before it holds."""
-        return max(self.window, self.checkpoint_tokens)
+    def __post_init__(self) -> None:
+        if not self.window_kept:
+            object.__setattr__(self, "window_kept", self.window)
 
     def windows_at(self, position: int, drafts: int = 0) -> range:
         """Window pages needed at a committed length of ``position`` tokens, of which ``drafts``

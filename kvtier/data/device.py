@@ -221,8 +221,8 @@ class DevicePool:
                 )
             if geometry.window_kept != layout.window_kept:
                 raise ConfigError(
-                    f"checkpoint_tokens: windows kept for {geometry.window_kept} tokens are not "
-                    f"{c.name!r}'s for {layout.window_kept}"
+                    f"window_kept: {geometry.window_kept} tokens are not {c.name!r}'s "
+                    f"{layout.window_kept}"
                 )
 
 

@@ -199,9 +199,12 @@ class Layout:
 
     @property
     def window_kept(self) -> int:
-        """Tokens that windows are kept for, the next one included: those it reads, and those that
-        a checkpoint before it holds."""
-        return max((max(c.window or 0, c.checkpoint_slots or 0) for c in self.windows), default=0)
+        """Tokens that windows are kept for, the next one included: those it reads, and back to
+        the oldest page that a checkpoint here holds."""
+        for c in self.windows:
+            assert c.window is not None
+            return max(c.window, self.tail_windows * c.slots_per_page - c.slots_per_page + 2)
+        return 0
 
     @property
     def fingerprint(self) -> bytes:

@@ -244,7 +244,7 @@ class FakePlane:
         assert rec.tail is not None
         g = self.geometry
         pages: dict[int, dict[int, Any]] = {}
-        first = max(0, position - g.window + 1)
+        first = max(0, position - g.window_kept + 1)
         for p in range(first, position) if g.window else ():
             index = p // g.window_page - first // g.window_page
             row = self.windows[rec.tail.windows[p // g.window_page]][p]
@@ -293,6 +293,6 @@ class FakePlane:
         g = self.geometry
         if g.window:
             assert rec.tail is not None
-            for p in range(max(0, rec.length - g.window + 1), rec.length):
+            for p in range(max(0, rec.length - g.window_kept + 1), rec.length):
                 row = self.windows[rec.tail.windows[p // g.window_page]].get(p)
                 assert right(row, p + 1), f"I8: lease {rec.id}: window row {p} is {row!r}"

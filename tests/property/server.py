@@ -191,7 +191,7 @@ class FakeServer:
         pages = missing + -(-reserve // g.page_tokens)
         if core.residency.pools[GPU].free < pages:
             return False
-        windows = g.window // g.window_page + 2 if g.window else 0
+        windows = g.window_kept // g.window_page + 2 if g.window else 0
         return not g.has_tails or (
             core.tails.states.free > 0 and core.tails.windows.free >= windows
         )

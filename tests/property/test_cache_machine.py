@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -44,14 +45,25 @@ from kvtier.types import Identity
 
 REACHED: Counter[str] = Counter()
 PAGE, ROW = 4, 8
+STATES = {"last": 1, "group": 0}
+"""Rings of a page's length, and how many rows a checkpoint holds: of one the last row is read, of
+the other those of an open group of 2."""
 WHO = (Identity(), Identity(tenant="b"))
 Rows = npt.NDArray[np.uint8]
 
 
-def layout_of(window: int | None) -> Layout:
-    """History of two strides; with a window also a state slot and window pages of 2."""
+def layout_of(window: int | None, more: int) -> Layout:
+    """History of two strides; with a window also rings of states, of which checkpoints hold the
+    last row or nothing, and window pages of 2, of which they hold ``more`` than are read."""
 
-    def part(name: str, share: Share, stride: int, slots: int, window: int | None) -> Component:
+    def part(
+        name: str,
+        share: Share,
+        stride: int,
+        slots: int,
+        window: int | None = None,
+        kept: int | None = None,
+    ) -> Component:
         return Component(
             name=name,
             share=share,
@@ -61,13 +73,15 @@ def layout_of(window: int | None) -> Layout:
             layers=(0, 1),
             dtype="uint8",
             window=window,
+            checkpoint_slots=kept,
         )
 
-    parts = [part("full", Share.HISTORY, 1, PAGE, None), part("half", Share.HISTORY, 2, 2, None)]
+    parts = [part("full", Share.HISTORY, 1, PAGE), part("half", Share.HISTORY, 2, 2)]
     if window is not None:
-        parts.append(part("state", Share.TAIL, 1, 1, None))
+        parts += [part(name, Share.TAIL, 1, PAGE, kept=kept) for name, kept in STATES.items()]
         if window:
-            parts.append(part("window", Share.TAIL, 1, 2, window))
+            kept = window // 2 * 2 + 2 * more if more else None
+            parts.append(part("window", Share.TAIL, 1, 2, window, kept))
     return Layout(name="digests", page_tokens=PAGE, components=tuple(parts), max_draft=2)
 
 
@@ -151,6 +165,7 @@ class CacheMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------ making
     @initialize(
         window=st.sampled_from([None, None, None, 0, 3, 6]),
+        more=st.integers(0, 2),
         gpu=st.integers(4, 12),
         cpu=st.integers(2, 12),
         disk=st.sampled_from([0, 4, 9, 99]),
@@ -162,6 +177,7 @@ class CacheMachine(RuleBasedStateMachine):
     def start(
         self,
         window: int | None,
+        more: int,
         gpu: int,
         cpu: int,
         disk: int,
@@ -171,7 +187,7 @@ class CacheMachine(RuleBasedStateMachine):
         dense: bool,
     ) -> None:
         torch.set_num_threads(1)
-        self.layout = layout_of(window)
+        self.layout = layout_of(window, more)
         tails = 0
         if window is not None:
             with pytest.raises(kvtier.ConfigError) as told:
@@ -182,7 +198,7 @@ class CacheMachine(RuleBasedStateMachine):
             gpu_bytes=tails + gpu * self.layout.page_bytes(),
             cpu_bytes=cpu * frame,
             max_leases=5,
-            staging_bytes=max(staging, self.layout.tail_frames(6)) * frame,
+            staging_bytes=max(staging, self.layout.tail_frames(9)) * frame,
             on_full="wait" if wait else "skip",
             wait_s=5.0,
             eviction=eviction,
@@ -389,35 +405,38 @@ class CacheMachine(RuleBasedStateMachine):
                 assert (pages >= 0).all(), "a token's window page is missing"
                 self.write("window", torch.from_numpy(pages * 2 + at % 2).long(), rows[at])
             if self.layout.has_tails:
-                slot = int(step.state_slots[row])
+                slot, at = int(step.state_slots[row]), len(before)
                 for capture in step.captures:
                     if capture.row == row and capture.position <= len(before) + len(new):
-                        self.write_state_row(slot, rows[: capture.position])
+                        self.write_states(slot, rows, at, capture.position)
                         self.capture(capture, slot, step.window_table[row])
-                self.write_state_row(slot, rows[: len(before) + len(new)])
+                        at = capture.position
+                self.write_states(slot, rows, at, len(rows))  # rejected ones too
 
     def write(self, component: str, slots: torch.Tensor, rows: Rows) -> None:
         for layer in range(2):
             self.pool.rows(component, layer)[slots] = torch.from_numpy(rows ^ np.uint8(layer))
 
-    def write_state_row(self, slot: int, rows: Rows) -> None:
-        last = rows[-1:] if len(rows) else np.zeros((1, ROW), dtype=np.uint8)
-        for layer in range(2):
-            value = last ^ np.uint8(layer) if len(rows) else last
-            self.pool.rows("state", layer)[slot] = torch.from_numpy(value)[0]
+    def write_states(self, slot: int, rows: Rows, start: int, stop: int) -> None:
+        """The last of these positions' rows, each in the slot of its position."""
+        at = np.arange(max(start, stop - PAGE), stop)
+        slots = torch.from_numpy(slot * PAGE + at % PAGE).long()
+        for name in STATES:
+            self.write(name, slots, rows[at])
 
     def write_state(self, held: Held) -> None:
         if self.layout.has_tails:
             tokens = tuple(held.lease.tokens().tolist())
             rows = digests(held.epoch, held.identity, tokens)
-            self.write_state_row(held.lease._record.state_slot, rows)
+            self.write_states(held.lease._record.state_slot, rows, 0, len(rows))
 
     def capture(self, capture: kvtier.Capture, slot: int, windows: npt.NDArray[np.int32]) -> None:
         pages: list[int] = []
         if self.layout.windows:
-            first = max(0, capture.position - self.geometry.window + 1) // 2
-            pages = windows[first : (capture.position - 1) // 2 + 1].tolist()
-        spans = self.pool.spans(Kind.TAIL, (slot, *pages), live=True)
+            end = capture.position // 2
+            pages = windows[max(0, end - self.layout.tail_windows) : end].tolist()
+            assert min(pages, default=0) >= 0, "a window page of a checkpoint is gone"
+        spans = self.pool.spans(Kind.CHECKPOINT, (slot, *pages), live=True)
         packed = torch.cat([span.flatten() for span in spans if isinstance(span, torch.Tensor)])
         self.pool.checkpoints[capture.frame] = 0xFF
         self.pool.checkpoints[capture.frame][: len(packed)] = packed
@@ -684,8 +703,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.pool.checkpoints[frame] = 0xFF
         states = self.core.tails.states
         for slot in set(range(states.size)) - states.taken():
-            for layer in range(2):
-                self.pool.rows("state", layer)[slot] = 0xFF
+            for name, layer in product(STATES, range(2)):
+                self.pool.rows(name, layer)[slot * PAGE : (slot + 1) * PAGE] = 0xFF
 
     def check_rows(self, held: Held) -> None:
         lease = held.lease
@@ -700,9 +719,12 @@ class CacheMachine(RuleBasedStateMachine):
                 self.compare(rows ^ np.uint8(layer), [r[kept] for r in right], name, tokens)
         if self.layout.has_tails and tokens:
             record = lease._record
-            for layer in range(2):
-                state = self.pool.rows("state", layer)[record.state_slot].numpy()[None]
-                self.compare(state ^ np.uint8(layer), [r[-1:] for r in right], "state", tokens)
+            for name, layer in product(STATES, range(2)):
+                first = len(tokens) // 2 * 2 if name == "group" else len(tokens) - 1
+                at = np.arange(first, len(tokens))
+                slots = torch.from_numpy(record.state_slot * PAGE + at % PAGE).long()
+                rows = self.pool.rows(name, layer)[slots].numpy()
+                self.compare(rows ^ np.uint8(layer), [r[at] for r in right], name, tokens)
             if self.layout.windows:
                 at = np.arange(max(0, len(tokens) - self.geometry.window + 1), len(tokens))
                 pages = self.core.window_tables[record.row][at // 2]

@@ -78,6 +78,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         disk=st.integers(0, 9),
         tails=st.booleans(),
         window=st.sampled_from([0, 0, 2, 3]),
+        more=st.sampled_from([0, 0, 2, 4]),
         draft=st.integers(0, 2),
         checkpoint=st.integers(1, 3),
         spaces=st.integers(0, 3),
@@ -97,6 +98,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         disk: int,
         tails: bool,
         window: int,
+        more: int,
         draft: int,
         checkpoint: int,
         spaces: int,
@@ -109,7 +111,8 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         events: bool,
     ) -> None:
         window = window if tails else 0
-        wide = (window + draft + 9) // 2 + 2 if window else 0
+        kept = window + more if window else 0
+        wide = (kept + draft + 9) // 2 + 2 if window else 0
         geometry = Geometry(
             page_tokens=page,
             gpu_pages=gpu,
@@ -123,6 +126,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
             gpu_checkpoints=spaces if tails else 0,
             window=window,
             window_page=2 if window else 0,
+            window_kept=kept,
             gpu_windows=max(wide, leases * wide - leases // 2) if window else 0,
             max_draft=draft if window else 0,
         )

@@ -284,7 +284,7 @@ def test_the_first_boundary_of_a_sequence(tail: str) -> None:
 def test_windows_are_freed_while_decoding(tail: str, drafts: int) -> None:
     """By what is committed, never by what was drafted; a checkpoint finds the pages it holds."""
     tokens = prompt(600)
-    kept = (127 if tail == "minimal" else 255) + drafts
+    kept = (127 if tail == "minimal" else 129) + drafts
     with served(small(tail=tail, max_draft=drafts)) as model:
         with open_lease(model, tokens) as lease:
             step = 1 + drafts

@@ -57,7 +57,7 @@ def sized(
 
 def prompt(n: int, seed: int = 0) -> list[int]:
     """``n`` tokens; of one seed the shorter ones begin the longer ones."""
-    return np.random.default_rng(seed).integers(0, 100_000, n).tolist()
+    return list(map(int, np.random.default_rng(seed).integers(0, 100_000, n)))
 
 
 class ByteModel:
