@@ -180,14 +180,14 @@ BUGS = [
     Bug(
         "window pages are freed a page too early",
         "writing",
-        "rec.length - g.window + 1 - g.max_draft) // g.window_page",
-        "rec.length - g.window + 1 - g.max_draft) // g.window_page + 1",
+        "rec.length - self._reach_back) // g.window_page",
+        "rec.length - self._reach_back) // g.window_page + 1",
     ),
     Bug(
         "windows forget the drafts",
         "writing",
-        "rec.length - g.window + 1 - g.max_draft)",
-        "rec.length - g.window + 1)",
+        "self.geometry.window_kept - 1 + self.geometry.max_draft",
+        "self.geometry.window_kept - 1",
     ),
     Bug(
         "a checkpoint is attached to the page before",
