@@ -3,13 +3,16 @@
 import logging
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from kvtier.core.ops import Op, OpKind
 from kvtier.data.streams import Fences
 
-__all__ = ["Job", "Workers"]
+__all__ = ["Job", "Task", "Turns", "Workers"]
 
 logger = logging.getLogger("kvtier")
 
@@ -133,15 +136,96 @@ class Workers:
             self._tasks.put(None)
 
     def _run(self, number: int) -> None:
-        self._guarded(self._prepare)
+        _guarded(self._prepare)
         while (task := self._tasks.get()) is not None:
-            self._guarded(partial(task, number))
+            _guarded(partial(task, number))
             del task  # while this thread waits, it must not keep alive whom it worked for
 
-    @staticmethod
-    def _guarded(call: Callable[[], None]) -> None:
-        try:
-            call()
-        except BaseException:
-            # Its op has ended already; without this thread ``close`` would wait for ever.
-            logger.exception("a task of the data plane failed")
+
+class Task(Protocol):
+    """What ``Turns`` runs, a piece at a time."""
+
+    @property
+    def deadline(self) -> float | None:
+        """On the monotonic clock: from then on it runs whether it is ready or not."""
+
+    def ready(self) -> bool:
+        """Whether the next piece can be done without waiting.  Must not block."""
+
+    def run(self) -> bool:
+        """Do the next piece; whether there are more.  One that raises is over."""
+
+
+class Turns:
+    """One daemon thread that takes tasks from several queues in turn, each first in, first out.
+
+    Where the first task of a queue is not ready the other queues go on.
+    """
+
+    def __init__(
+        self, name: str, queues: int, *, prepare: Callable[[], None] = lambda: None
+    ) -> None:
+        self._prepare = prepare
+        self._queues: tuple[deque[Task], ...] = tuple(deque() for _ in range(queues))
+        self._changed = threading.Condition()
+        self._stopping = False
+        self.threads = [threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)]
+        self.threads[0].start()
+
+    def submit(self, number: int, task: Task) -> None:
+        """Queue a task behind those of the same queue."""
+        with self._changed:
+            self._queues[number].append(task)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Something that tasks wait for has changed."""
+        with self._changed:
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Let the thread end once the queues are empty.  Does not wait."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        _guarded(self._prepare)
+        number = 0
+        while (number := self._next(number)) >= 0:
+            more: list[bool] = []
+            task = self._queues[number][0]
+            _guarded(lambda task=task, more=more: more.append(task.run()))  # type: ignore[misc]
+            if not any(more):
+                with self._changed:
+                    self._queues[number].popleft()
+            number += 1
+            del task  # as above
+
+    def _next(self, first: int) -> int:
+        """The queue whose turn it is, from ``first`` on; -1 when all is done.  Blocks."""
+        count = len(self._queues)
+        with self._changed:
+            while True:
+                deadlines = []
+                for number in ((first + i) % count for i in range(count)):
+                    if not self._queues[number]:
+                        continue
+                    deadline = self._queues[number][0].deadline
+                    late = deadline is not None and deadline <= time.monotonic()
+                    if late or self._queues[number][0].ready():
+                        return number
+                    if deadline is not None:
+                        deadlines.append(deadline)
+                if self._stopping and not any(self._queues):
+                    return -1
+                left = min(deadlines) - time.monotonic() if deadlines else None
+                self._changed.wait(left)
+
+
+def _guarded(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except BaseException:
+        # Its op has ended already; without this thread ``close`` would wait for ever.
+        logger.exception("a task of the data plane failed")

@@ -13,7 +13,7 @@ from kvtier.core.ops import Kind, Part
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
 from kvtier.data.rows import copy_rows
-from kvtier.data.staging import Staging
+from kvtier.data.staging import Slots, Staging
 from kvtier.data.streams import Event, Fences, Lane, Streams
 from kvtier.errors import StoreError
 from kvtier.kernels.pack import Sections, pack_pages, pack_tails, unpack_pages, unpack_tails
@@ -22,9 +22,10 @@ from kvtier.seams import Read, Record, Store
 from kvtier.sizing import record_bytes
 from kvtier.types import Tier
 
-__all__ = ["Loader", "Packer", "record_of"]
+__all__ = ["Loader", "Packer", "Place", "Reader", "record_of"]
 
 Place = tuple[HostArena, tuple[int, ...]]
+"""Frames in which a record lies; none for what never leaves the device."""
 
 
 def is_live(part: Part, *, source: bool) -> bool:
@@ -48,7 +49,7 @@ def record_of(layout: Layout, host: HostArena, part: Part) -> Record:
 
 
 class Packer:
-    """Device to host, in two halves that may run on different threads."""
+    """Device to host.  What one thread queues another may wait for."""
 
     def __init__(
         self, layout: Layout, pool: DevicePool, host: HostArena, staging: Staging, streams: Streams
@@ -74,24 +75,24 @@ class Packer:
                     pack_tails(sections, pages, staging, rows)
         return self._streams.mark(Lane.PACK)
 
-    def land(self, parts: Sequence[Part], slots: Sequence[list[int]], gathered: Event) -> None:
-        """Copy what was gathered to the host frames.  Blocks until they are whole; the slots are
-        free then."""
+    def drain(self, parts: Sequence[Part], slots: Sequence[list[int]], gathered: Event) -> Event:
+        """Copy what was gathered to the host frames; behind the event they are whole, and the
+        slots are free."""
+        for part in parts:
+            self._host.unseal(part.dst)
         with self._streams.on(Lane.DRAIN, (gathered,)):
-            for part in parts:
-                self._host.unseal(part.dst)
             copy_rows(
                 self._staging.frames,
                 [slot for held in slots for slot in held],
                 self._host.frames,
                 [frame for part in parts for frame in part.dst],
-                [
-                    size
-                    for part in parts
-                    for size in _sizes(self._layout, self._host, part, part.dst)
-                ],
+                [n for part in parts for n in _sizes(self._layout, self._host, part, part.dst)],
             )
-        self._streams.mark(Lane.DRAIN).synchronize()
+        return self._streams.mark(Lane.DRAIN)
+
+    def land(self, drained: Event) -> None:
+        """Wait until they are whole."""
+        drained.synchronize()
 
     def seals(self, parts: Sequence[Part]) -> list[Callable[[], None]]:
         """What is left to do for records that have landed, at any time: note their checksums."""
@@ -102,42 +103,32 @@ class Packer:
         ]
 
 
-class Loader:
-    """Disk or host to pages, for one thread: what has no host frame of its own bounces through
-    this loader's."""
+class Reader:
+    """Disk to host, for one thread: what has no host frame of its own bounces through this
+    reader's."""
 
     def __init__(
         self,
         layout: Layout,
-        pool: DevicePool,
         host: HostArena,
         store: Store | None,
-        streams: Streams,
         *,
-        batch_frames: int,
         read_frames: int,
+        pinned: torch.device | None,
     ) -> None:
         self._layout = layout
-        self._pool = pool
         self._host = host
         self._store = store
-        self._streams = streams
-        # Taken now: a device that is full later must not look like a record that is bad.
-        device = pool.device if pool.device.type == "cuda" else None
+        # Taken now: memory that is full later must not look like a record that is bad.
         self._bounce = HostArena(
-            read_frames if store is not None else 0, host.frame_bytes, pinned=device
-        )
-        lower = device is not None and (store is not None or host.num_frames > 0)
-        self._landing = torch.empty(
-            (batch_frames if lower else 0, host.frame_bytes), dtype=torch.uint8, device=pool.device
+            read_frames if store is not None else 0, host.frame_bytes, pinned=pinned
         )
 
     def read(self, parts: Sequence[Part]) -> tuple[list[Place], int]:
         """Bring the records into host memory: where each lies, and how many leading ones are
-        there, whole and verified.  ``parts`` take at most ``batch_frames`` frames, and those from
-        disk at most ``read_frames``.
+        there, whole and verified.  ``parts`` take at most ``read_frames`` frames.
 
-        Raises what the store raises.
+        Where some bounce the places are good until the next call.  Raises what the store raises.
         """
         if self._store is None and any(part.source is Tier.DISK for part in parts):
             raise StoreError("this cache has no disk tier")
@@ -157,36 +148,9 @@ class Loader:
         missing = (i for i, good in zip(wanted, found, strict=True) if not good)
         return places, next(missing, len(parts))
 
-    def scatter(self, parts: Sequence[Part], places: Sequence[Place], fences: Fences) -> None:
-        """Bring the records from host memory into pages and tails.  Blocks until it is done."""
-        wanted = [
-            (part, *place)
-            for part, place in zip(parts, places, strict=True)
-            if part.target is Tier.GPU
-        ]
-        if not wanted:
-            return
-        lower = [move for move in wanted if move[0].source is not Tier.GPU]
-        landed, fetched = self._fetch(lower)
-        with self._streams.on(Lane.LOAD, (*fetched, *fences)):
-            for records, parts_here, rows in landed:
-                ends = [(p.kind, p.dst, is_live(p, source=False)) for p in parts_here]
-                for sections, (pages, held) in _by_sections(self._pool, ends, rows).items():
-                    if sections is self._pool.history:
-                        unpack_pages(sections, [p for (p,) in pages], records, [r[0] for r in held])
-                    else:
-                        unpack_tails(sections, pages, records, held)
-            for part, _, _ in wanted:
-                if part.source is Tier.GPU:  # a checkpoint that is still on the device
-                    self._pool.copy(
-                        part.kind,
-                        part.src,
-                        part.dst,
-                        live_src=is_live(part, source=True),
-                        live_dst=is_live(part, source=False),
-                    )
-        self._streams.mark(Lane.LOAD).synchronize()
-        self._streams.passed(fences)
+    def bounces(self, places: Sequence[Place]) -> bool:
+        """Whether some of these records lie in memory that the next ``read`` writes to."""
+        return any(arena is self._bounce for arena, _ in places)
 
     def close(self) -> None:
         self._bounce.close()
@@ -209,14 +173,78 @@ class Loader:
                 used += count
         return places
 
+
+class Loader:
+    """Host to pages, and what of a RESTORE never leaves the device."""
+
+    def __init__(
+        self, layout: Layout, pool: DevicePool, landing: Slots, host: HostArena, streams: Streams
+    ) -> None:
+        self._layout = layout
+        self._pool = pool
+        self._landing = landing
+        self._host = host
+        self._streams = streams
+
+    def place(self, part: Part) -> Place:
+        """Where a record lies that is not on disk."""
+        return self._host, part.src if part.source is Tier.CPU else ()
+
+    def rows(self, parts: Sequence[Part], places: Sequence[Place]) -> int:
+        """Landing rows that loading these takes."""
+        if self._pool.device.type == "cpu":
+            return 0
+        return sum(
+            len(frames)
+            for part, (_, frames) in zip(parts, places, strict=True)
+            if part.target is Tier.GPU
+        )
+
+    def load(
+        self,
+        parts: Sequence[Part],
+        places: Sequence[Place],
+        landing_rows: Sequence[int],
+        fences: Fences,
+    ) -> Event:
+        """Bring the records from host memory into pages and tails; behind the event it is done,
+        and nothing reads the places any more."""
+        wanted = [
+            (part, *place)
+            for part, place in zip(parts, places, strict=True)
+            if part.target is Tier.GPU
+        ]
+        lower = [move for move in wanted if move[0].source is not Tier.GPU]
+        landed, fetched = self._fetch(lower, landing_rows)
+        with self._streams.on(Lane.LOAD, (*fetched, *fences)):
+            for records, here, rows in landed:
+                ends = [(p.kind, p.dst, is_live(p, source=False)) for p in here]
+                for sections, (pages, held) in _by_sections(self._pool, ends, rows).items():
+                    if sections is self._pool.history:
+                        unpack_pages(sections, [p for (p,) in pages], records, [r[0] for r in held])
+                    else:
+                        unpack_tails(sections, pages, records, held)
+            for part, _, _ in wanted:
+                if part.source is Tier.GPU:  # a checkpoint that is still on the device
+                    self._pool.copy(
+                        part.kind,
+                        part.src,
+                        part.dst,
+                        live_src=is_live(part, source=True),
+                        live_dst=is_live(part, source=False),
+                    )
+        return self._streams.mark(Lane.LOAD)
+
     def _fetch(
-        self, moves: Sequence[tuple[Part, HostArena, tuple[int, ...]]]
+        self,
+        moves: Sequence[tuple[Part, HostArena, tuple[int, ...]]],
+        landing_rows: Sequence[int],
     ) -> tuple[list[tuple[torch.Tensor, list[Part], list[Sequence[int]]]], Fences]:
         """Where the pack kernels can read these records: (records, parts, rows of each), and what
         they have to wait for.
 
-        On a GPU in the landing buffer, behind one another; large copies first and one launch then:
-        many small copies run at a tenth of the speed.
+        On a GPU in the landing buffer; large copies first and one launch then: many small copies
+        run at a tenth of the speed.
         """
         arenas = {id(arena): arena for _, arena, _ in moves}
         split = [
@@ -229,22 +257,21 @@ class Loader:
                 for arena, here in split
             ], ()
         landed: list[tuple[torch.Tensor, list[Part], list[Sequence[int]]]] = []
-        used = 0
+        free = list(landing_rows)
         with self._streams.on(Lane.FETCH):
             for arena, here in split:
-                first = used
                 rows: list[Sequence[int]] = []
                 for _, frames in here:
-                    rows.append(range(used, used + len(frames)))
-                    used += len(frames)
+                    rows.append(free[: len(frames)])
+                    del free[: len(frames)]
                 copy_rows(
                     arena.frames,
                     [frame for _, frames in here for frame in frames],
-                    self._landing,
-                    range(first, used),
-                    [size for p, frames in here for size in _sizes(self._layout, arena, p, frames)],
+                    self._landing.frames,
+                    [row for held in rows for row in held],
+                    [n for p, frames in here for n in _sizes(self._layout, arena, p, frames)],
                 )
-                landed.append((self._landing, [p for p, _ in here], rows))
+                landed.append((self._landing.frames, [p for p, _ in here], rows))
         return landed, (self._streams.mark(Lane.FETCH),)
 
 

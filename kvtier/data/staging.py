@@ -1,22 +1,52 @@
-"""Staging: a bounded number of packed frames on the device, on their way to the host.
+"""Slots: a bounded number of packed frames on the device, on their way to the host or from it.
 
-Credits, not buffers per caller: who takes a slot gives it back once its bytes have landed.  Only
-the pack thread waits here, and only for the landing threads, which wait for nobody.
+Credits, not buffers per caller: who takes a slot gives it back once nothing reads its bytes any
+more.  Nobody waits here.
 """
 
 import threading
-import time
 from collections.abc import Sequence
 
 import torch
 
 from kvtier.errors import ConfigError
 
-__all__ = ["Staging"]
+__all__ = ["Slots", "Staging"]
 
 
-class Staging:
-    """``staging_bytes`` worth of slots, each of one host frame, but not more than ``cpu_frames``.
+class Slots:
+    """``num_slots`` rows of ``frame_bytes``."""
+
+    def __init__(self, num_slots: int, frame_bytes: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.frames = torch.zeros((num_slots, frame_bytes), dtype=torch.uint8, device=device)
+        """(slots, bytes) uint8."""
+        self._free = list(range(num_slots))
+        self._lock = threading.Lock()
+
+    @property
+    def free(self) -> int:
+        """How many may be taken."""
+        return len(self._free)
+
+    def take(self, least: int, most: int) -> list[int] | None:
+        """Between ``least`` and ``most`` slots; None if fewer than ``least`` are free."""
+        with self._lock:
+            if len(self._free) < least:
+                return None
+            count = min(most, len(self._free))
+            taken, self._free = self._free[:count], self._free[count:]
+            return taken
+
+    def give(self, slots: Sequence[int]) -> None:
+        with self._lock:
+            self._free += slots
+            assert len(self._free) <= self.num_slots, "a slot was given back twice"
+
+
+class Staging(Slots):
+    """``staging_bytes`` worth of slots for frames on their way to the host, not more than
+    ``cpu_frames``.
 
     Raises ConfigError if the largest record, of ``most_frames``, would never fit.
     """
@@ -36,18 +66,16 @@ class Staging:
                 f"staging_bytes={staging_bytes} holds {slots} frames of {frame_bytes} bytes, but "
                 f"one record takes {most_frames}; make it at least {most_frames * frame_bytes}"
             )
-        self.num_slots = min(slots, max(cpu_frames, most_frames)) if cpu_frames else 0
-        self.frames = torch.zeros((self.num_slots, frame_bytes), dtype=torch.uint8, device=device)
-        self._free = list(range(self.num_slots))
+        count = min(slots, max(cpu_frames, most_frames)) if cpu_frames else 0
+        super().__init__(count, frame_bytes, device)
         self._backlog = 0
-        self._changed = threading.Condition()
 
     def admit(self, frames: int, *, always: bool) -> bool:
         """Count an op's frames in, unless those before it already fill the staging.
 
         An op larger than the staging streams through it; only ops behind it are kept out.
         """
-        with self._changed:
+        with self._lock:
             if not always and self._backlog >= self.num_slots:
                 return False
             self._backlog += frames
@@ -55,27 +83,5 @@ class Staging:
 
     def dismiss(self, frames: int) -> None:
         """The op has ended: count its frames out."""
-        with self._changed:
+        with self._lock:
             self._backlog -= frames
-
-    def take(self, least: int, most: int, deadline: float | None) -> list[int] | None:
-        """Between ``least`` and ``most`` slots, as soon as ``least`` are free; None once the
-        monotonic clock has passed ``deadline``."""
-        with self._changed:
-            while len(self._free) < least:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                self._changed.wait(left)
-            count = min(most, len(self._free))
-            taken, self._free = self._free[:count], self._free[count:]
-            return taken
-
-    def give(self, slots: Sequence[int]) -> None:
-        with self._changed:
-            self._free += slots
-            assert len(self._free) <= self.num_slots, "a staging slot was given back twice"
-            self._changed.notify_all()
-
-    def spans(self, slots: Sequence[int]) -> list[torch.Tensor]:
-        return [self.frames[slot] for slot in slots]

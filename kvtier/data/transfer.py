@@ -4,13 +4,13 @@ Owns threads, staging and the order of copies.  Knows nothing of trees, leases o
 asked for.  An op owns the frames it names from ``start`` until it has ended, whatever becomes of
 the request behind it; so the queues are bounded by the pools.
 
-    PACK         pack thread: pages -> staging, ``packed``; landing threads: staging -> host;
-                 sealing thread, after ``done``: checksums
-    RESTORE      reading threads: disk -> host, verified -> pages
+    PACK         copier: pages -> staging, ``packed``, -> host; sealing thread: checksums
+    RESTORE      reading threads: disk -> host, verified; copier: host -> pages
     STORE, DROP  sealing thread, then writing thread, in the order of ``start``
     COPY, CLEAR  at once, on the caller's stream
 
-The pack thread waits for staging, which landing threads free; nothing else waits for a thread.
+Reading threads wait for the copier, which waits for slots; those who wait for copies give slots
+back and wait for nobody else.
 """
 
 import atexit
@@ -27,12 +27,13 @@ import torch
 from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Op, OpKind, Part
+from kvtier.data.copier import Copier
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
-from kvtier.data.jobs import Job, Workers
-from kvtier.data.records import Loader, Packer, is_live, record_of
-from kvtier.data.staging import Staging
-from kvtier.data.streams import Event, Lane, streams_for
+from kvtier.data.jobs import Job, Turns, Workers
+from kvtier.data.records import Loader, Packer, Reader, is_live, record_of
+from kvtier.data.staging import Slots, Staging
+from kvtier.data.streams import Lane, streams_for
 from kvtier.errors import CacheClosed, StoreError
 from kvtier.layouts.base import Layout
 from kvtier.seams import Record, Store
@@ -43,13 +44,13 @@ __all__ = ["DeviceTransfer"]
 
 logger = logging.getLogger("kvtier")
 
-BATCH_BYTES = 16 << 20
-"""Records move between the device and the host in batches of about this size: what is done once a
-batch takes the interpreter about 0.1 ms, and a copy of so much 0.3 ms."""
+BATCH_BYTES = 32 << 20
+"""Records move between the device and the host in batches of about this size, or of a quarter of
+the staging: what is done once a batch takes the interpreter some 0.3 ms, a copy of so much 0.6."""
 READ_BYTES = 4 << 20
 """Records are read from disk in smaller ones, so that several threads share an op."""
-LANDING_THREADS = 3
-"""Batches being copied to the host at once: one under way, one queued, one whose thread wakes."""
+LANDING_BATCHES = 4
+"""Batches on their way from the host: one read, one written, and the next two."""
 EXIT_S = 10.0
 """How long the end of the process may wait for a transfer that nobody closed."""
 
@@ -77,9 +78,6 @@ class DeviceTransfer:
         self._layout = layout
         self._store = store
         self._wait_s = config.wait_s if config.on_full == "wait" else None
-        staging_frames = config.staging_bytes // frame_bytes
-        # A quarter of the staging at most: it is filled and emptied at the same time.
-        self._pack_frames = max(min(BATCH_BYTES // frame_bytes, staging_frames // 4), most_frames)
         self._batch_frames = max(BATCH_BYTES // frame_bytes, most_frames)
         self._read_frames = max(READ_BYTES // frame_bytes, most_frames)
         # Worker threads will write into these tensors, so none may be an inference tensor.
@@ -95,17 +93,15 @@ class DeviceTransfer:
                 cpu_frames=geometry.cpu_frames,
                 device=where,
             )
+            self._landing = Slots(
+                self._landing_rows(geometry, config.io_threads) if pinned else 0,
+                frame_bytes,
+                where,
+            )
             self._packer = Packer(layout, self.pool, self.host, self._staging, self._streams)
-            self._loaders = [
-                Loader(
-                    layout,
-                    self.pool,
-                    self.host,
-                    store,
-                    self._streams,
-                    batch_frames=self._batch_frames,
-                    read_frames=self._read_frames,
-                )
+            self._loader = Loader(layout, self.pool, self._landing, self.host, self._streams)
+            self._readers = [
+                Reader(layout, self.host, store, read_frames=self._read_frames, pinned=pinned)
                 for _ in range(config.io_threads)
             ]
         if where.type == "cuda":
@@ -116,15 +112,26 @@ class DeviceTransfer:
         self._stopped = False
         self._lock = threading.Lock()
         prepare = partial(_make_current, where)
-        self._packing = Workers("pack", 1, prepare=prepare)
-        self._landing = Workers("land", LANDING_THREADS, prepare=prepare)
         self._reading = Workers("read", config.io_threads, prepare=prepare)
+        self._copier = Copier(
+            self._packer,
+            self._loader,
+            self._staging,
+            self._landing,
+            self._streams,
+            pack_frames=max(min(self._batch_frames, self._staging.num_slots // 4), most_frames),
+            guard=self._guard,
+            landed=self._landed,
+            prepare=prepare,
+        )
         self._sealing = Workers("seal", 1)
         self._writing = Workers("write", 1)
-        self._workers = (
-            self._packing,
-            self._landing,
+        self._workers: tuple[Workers | Turns, ...] = (
             self._reading,
+            self._copier.turns,
+            self._copier.packed,
+            self._copier.drained,
+            self._copier.loaded,
             self._sealing,
             self._writing,
         )
@@ -190,8 +197,8 @@ class DeviceTransfer:
         for thread in self._threads:  # they end when the last op has
             thread.join()
         atexit.unregister(self._at_exit)
-        for loader in self._loaders:
-            loader.close()
+        for reader in self._readers:
+            reader.close()
         self.host.close()
 
     # Device -> host
@@ -204,65 +211,13 @@ class DeviceTransfer:
             job.end_share()
             return
         job.staged = frames
-        self._packing.submit(lambda _: self._pack(job))
+        self._copier.pack(job)
 
-    def _pack(self, job: Job) -> None:
-        at = 0
-        gathered: list[Event] = []
-        try:
-            while at < job.delivered:  # shrinks when a landing fails
-                with self._guard(job, at):
-                    at = self._pack_batch(job, at, gathered)
-            if gathered:
-                with self._guard(job, 0):
-                    gathered[-1].synchronize()
-                    self._streams.passed(job.fences)
-            job.release_sources()
-        finally:
-            job.end_share()
-
-    def _pack_batch(self, job: Job, start: int, gathered: list[Event]) -> int:
-        """Gather the parts from ``start`` on for which staging is free; returns the next one."""
-        parts = job.op.parts
-        free = self._staging.take(len(parts[start].dst), self._pack_frames, job.deadline)
-        if free is None:
-            job.cut(start)
-            return start
-        slots: list[list[int]] = []
-        for part in parts[start:]:
-            if len(part.dst) > len(free):
-                break
-            slots.append(free[: len(part.dst)])
-            del free[: len(part.dst)]
-        self._staging.give(free)
-        batch = parts[start : start + len(slots)]
-        taken = [slot for held in slots for slot in held]
-        event: Event | None = None
-        try:
-            event = self._packer.gather(batch, slots, job.fences)
-        finally:
-            if event is None:
-                self._staging.give(taken)
-        gathered.append(event)
-        job.share()
-        self._landing.submit(lambda _: self._land(job, start, batch, slots, event))
-        return start + len(batch)
-
-    def _land(
-        self, job: Job, start: int, batch: Sequence[Part], slots: list[list[int]], gathered: Event
-    ) -> None:
-        try:
-            try:
-                with self._guard(job, start):
-                    self._packer.land(batch, slots, gathered)
-            finally:
-                self._staging.give([slot for held in slots for slot in held])
-            if self._store is not None and start < job.delivered:
-                # Before the op ends, so ahead of what stores these records.
-                for seal in self._packer.seals(batch):
-                    self._sealing.submit(lambda _, seal=seal: seal())  # type: ignore[misc]
-        finally:
-            job.end_share()
+    def _landed(self, parts: Sequence[Part]) -> None:
+        """Checksums are taken before the op ends, or at least ahead of what stores its records."""
+        if self._store is not None:
+            for seal in self._packer.seals(parts):
+                self._sealing.submit(lambda _, seal=seal: seal())  # type: ignore[misc]
 
     # Host or disk -> device
 
@@ -282,24 +237,30 @@ class DeviceTransfer:
 
     def _submit_load(self, job: Job, start: int, stop: int) -> None:
         job.share()
-
-        def load(number: int) -> None:
-            try:
-                if start < job.delivered:  # nothing before it has failed
-                    self._load(job, self._loaders[number], start, stop)
-            finally:
-                job.end_share()
-
-        self._reading.submit(load)
-
-    def _load(self, job: Job, loader: Loader, start: int, stop: int) -> None:
         batch = job.op.parts[start:stop]
-        with self._guard(job, start):
-            places, good = loader.read(batch)
-            if good < len(batch):
-                job.cut(start + good)
-                self._say(job.op, start + good, "missing or damaged record")
-            loader.scatter(batch[:good], places[:good], job.fences)
+        if batch[0].source is Tier.DISK:
+            self._reading.submit(lambda number: self._read(job, self._readers[number], start, stop))
+        else:
+            self._copier.load(job, start, batch, [self._loader.place(part) for part in batch])
+
+    def _read(self, job: Job, reader: Reader, start: int, stop: int) -> None:
+        batch = job.op.parts[start:stop]
+        over = threading.Event()
+        try:
+            if start >= job.delivered:  # something before it has failed
+                return
+            with self._guard(job, start):
+                places, good = reader.read(batch)
+                if good < len(batch):
+                    job.cut(start + good)
+                    self._say(job.op, start + good, "missing or damaged record")
+                if any(part.target is Tier.GPU for part in batch[:good]):
+                    job.share()
+                    self._copier.load(job, start, batch[:good], places[:good], over.set)
+                    if reader.bounces(places):
+                        over.wait()
+        finally:
+            job.end_share()
 
     # Host -> disk
 
@@ -352,6 +313,13 @@ class DeviceTransfer:
         finally:
             job.end_share()
 
+    def _landing_rows(self, geometry: Geometry, readers: int) -> int:
+        """Enough for the largest batches, but not for more frames than there are to load."""
+        most = geometry.cpu_frames + (0 if self._store is None else readers * self._read_frames)
+        if not most:
+            return 0
+        return min(LANDING_BATCHES * self._batch_frames, max(most, self._batch_frames))
+
     # Faults
 
     @contextmanager
@@ -394,13 +362,13 @@ class DeviceTransfer:
                 workers.stop()
 
 
-def _forget(pools: tuple[Workers, ...], at_exit: Callable[[], None]) -> None:
+def _forget(pools: tuple[Workers | Turns, ...], at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
     for workers in pools:
         workers.stop()
 
 
-def _finish(pools: tuple[Workers, ...]) -> None:
+def _finish(pools: tuple[Workers | Turns, ...]) -> None:
     """Let the threads end one pool after the other, as work flows, for a bounded time."""
     deadline = time.monotonic() + EXIT_S
     for workers in pools:

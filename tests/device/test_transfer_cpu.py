@@ -203,7 +203,8 @@ def plane(
             assert len(end.calls) == 1, f"{end.op}: done was called {len(end.calls)} times"
             assert end.packed == (end.op.kind is OpKind.PACK)
         staging = it.transfer._staging
-        assert sorted(staging._free) == list(range(staging.num_slots)), "a slot was lost"
+        for slots in (staging, it.transfer._landing):
+            assert sorted(slots._free) == list(range(slots.num_slots)), "a slot was lost"
         assert staging._backlog == 0
 
 
@@ -695,8 +696,8 @@ def test_a_landing_that_fails_cuts_the_pack_there() -> None:
 def test_no_disk_tier_is_a_typed_miss() -> None:
     with plane() as p:
         p.transfer._store = None
-        for loader in p.transfer._loaders:
-            loader._store = None
+        for reader in p.transfer._readers:
+            reader._store = None
         assert isinstance(p.start(OpKind.STORE, to_disk(1, 0)).error, StoreError)
         assert isinstance(p.start(OpKind.RESTORE, from_disk(1, page=0)).error, StoreError)
 
@@ -731,7 +732,8 @@ class Lanes:
 
 def with_lanes(p: Plane) -> Lanes:
     lanes = Lanes()
-    for owner in (p.transfer, p.transfer._packer, *p.transfer._loaders):
+    it = p.transfer
+    for owner in (it, it._packer, it._loader, it._copier):
         owner._streams = lanes  # type: ignore[attr-defined]
     return lanes
 

@@ -336,7 +336,7 @@ def test_outcomes_behind_a_callback_that_raises_are_told(
     """A CancelledError out of one future's callback: the other futures resolve, close returns."""
     cache = kvtier.Cache(LAYOUT, config(gpu=16, cpu=16), model="m", device="cpu")
     fill(cache, prompt(16))
-    landing = cache._pump.transfer._landing  # type: ignore[attr-defined]
+    landing = cache._pump.transfer._copier.drained  # type: ignore[attr-defined]
     gates = [threading.Event() for _ in landing.threads]
     for gate in gates:
         landing.submit(lambda _, gate=gate: gate.wait(10) and None)
