@@ -33,6 +33,7 @@ from kvtier_deepseek.v4.config import Attention, attention_of
 
 __all__ = ["V4Family", "v4_family"]
 
+NAME = "swa_c4_c128"
 FORMATS = {"fp8": "v4_fp8", "fp32": "dense"}
 INDEX_FORMATS = {"fp8": "index_fp8", "mxfp4": "index_mxfp4", "fp32": "dense"}
 INDEX = "c4_index"
@@ -169,15 +170,14 @@ def _check_layout(layout: Layout, config: Any) -> None:
     Record formats, tails and page size are the layout's to choose; the rest is the model's.
     """
     meta = layout.meta
+    if layout.name != NAME:
+        raise LayoutMismatch(f"layout is {layout.name!r}, the model needs {NAME!r}")
     wanted = layout_for(
         config,
-        page_tokens=layout.page_tokens if layout.page_tokens >= 256 else None,
-        record=str(meta.get("record", "fp32")),
-        index_record=str(meta.get("index_record", "fp32")),
-        tail=str(meta.get("tail", "minimal")),
+        page_tokens=layout.page_tokens,
+        record=str(meta["record"]),
+        index_record=str(meta["index_record"]),
     )
-    if layout.name != wanted.name:
-        raise LayoutMismatch(f"layout is {layout.name!r}, the model needs {wanted.name!r}")
     for name, value in wanted.meta.items():
         if meta.get(name) != value:
             raise LayoutMismatch(f"{name} is {meta.get(name)!r}, the model has {value!r}")
