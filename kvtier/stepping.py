@@ -55,10 +55,12 @@ class Stepping:
         if self._step is not None:
             raise LeaseError("this step has been entered before: call Cache.step again")
         leases, chunks = _pairs(self._work)
-        try:
-            records = self._records = [lease._record for lease in leases]
-        except AttributeError as error:
-            raise LeaseError(f"a step takes (lease, tokens) pairs: {error}") from None
+        records = self._records = [each._record for each in leases if type(each) is Lease]
+        if len(records) < len(leases):
+            wrong = next(type(each) for each in leases if type(each) is not Lease)
+            raise LeaseError(
+                f"a step takes (lease, tokens) pairs, got a {wrong.__name__} for a lease"
+            )
         data, counts = _pack_all(leases, chunks)
         if self._stream is not None:
             self._pump.transfer.fence(self._stream)
@@ -118,11 +120,12 @@ class Stepping:
 
     def _take(self, leases: tuple[Lease, ...]) -> None:
         """Mark every lease as this step's own, or none."""
+        pump = self._pump
         for row, lease in enumerate(leases):
-            if lease._in_step or lease._pump is not self._pump:
+            if lease._in_step or lease._pump is not pump:
                 for taken in leases[:row]:
                     taken._in_step = False
-                if lease._pump is not self._pump:
+                if lease._pump is not pump:
                     raise LeaseError(f"lease {lease.label!r} is of another cache")
                 if lease in leases[:row]:
                     raise LeaseError(
@@ -142,8 +145,6 @@ def _pairs(
         leases, chunks = zip(*pairs, strict=True)
     except (TypeError, ValueError) as error:
         raise LeaseError(f"a step takes (lease, tokens) pairs: {error}") from error
-    for kind in set(map(type, leases)) - {Lease}:
-        raise LeaseError(f"a step takes (lease, tokens) pairs, got a {kind.__name__} for a lease")
     return leases, chunks
 
 
@@ -151,10 +152,11 @@ def _pack_all(leases: Sequence[Lease], chunks: Sequence[Tokens]) -> tuple[bytes,
     """The tokens of the whole batch, packed, and how many each lease has.  Lists are checked
     together: one at a time they cost 5 us each."""
     try:
+        ones = [chunk[0] for chunk in chunks if type(chunk) is list and len(chunk) == 1]
+        if len(ones) == len(chunks):  # decoding
+            return _pack_ints(ones), [1] * len(ones)
         if _all_lists(chunks):
             counts = list(map(len, chunks))
-            if counts.count(1) == len(counts):  # decoding
-                return _pack_ints([ids[0] for ids in chunks]), counts
             return _pack_ints(list(chain.from_iterable(chunks))), counts
         counts = []
         parts: list[bytes] = []

@@ -6,6 +6,8 @@ wrote them.
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvtier.config import CheckpointPolicy
 from kvtier.core.copies import CHECKPOINT, GPU
 from kvtier.core.leases import LeaseRecord, LeaseTables
@@ -49,12 +51,13 @@ class Writing:
         """Room for ``counts[i]`` tokens past the committed ones of ``recs[i]``, for all or (raising
         OutOfPages) none; with tails also the captures that fall due."""
         active = LeaseState.ACTIVE
-        short: list[tuple[LeaseRecord, int]] = []
-        for rec, n in zip(recs, counts, strict=True):
-            if rec.state is not active:
-                rec.check_active()
-            if rec.length + n > rec.capacity:
-                short.append((rec, n))
+        short = [
+            (rec, n)
+            for rec, n in zip(recs, counts, strict=True)
+            if rec.length + n > rec.capacity or rec.state is not active
+        ]
+        for rec, _ in short:
+            rec.check_active()
         windows = self._windows_due(recs, counts) if self.geometry.window else []
         if short:
             self._grow(short)
@@ -154,24 +157,43 @@ class Writing:
     def commit(self, recs: Sequence[LeaseRecord], counts: Sequence[int], data: bytes) -> list[Op]:
         """These tokens' rows are written (in stream order).  ``data`` holds them packed, lease
         after lease.  Full pages become shareable and start on their way down: one PACK for all."""
-        page, offset = self.geometry.page_tokens, 0
-        filled: list[LeaseRecord] = []
-        lengths, inside = self.tables.lengths.data, page - 1
-        for rec, n in zip(recs, counts, strict=True):
-            stop = offset + 4 * n
-            rec.tokens += data[offset:stop]
-            offset = stop
-            rec.length = length = rec.length + n
-            assert length <= rec.capacity, "I5: committing past the reserve"
-            lengths[rec.row] = length
-            if length & inside < n or (rec.spans and length // page > len(rec.nodes)):
-                filled.append(rec)
+        decoding = counts.count(1) == len(counts)
+        filled = self._add_one(recs, data) if decoding else self._add(recs, counts, data)
         fresh = [f for rec in filled if (f := self._publish(rec))]
         if self.geometry.has_tails:
             for rec in recs:
                 self.return_captures(rec)
                 self._free_windows(rec)
         return self.lower.pack(fresh) if fresh else []
+
+    def _add(
+        self, recs: Sequence[LeaseRecord], counts: Sequence[int], data: bytes
+    ) -> list[LeaseRecord]:
+        """Count new tokens in; returns the leases that may have filled a page."""
+        page, offset = self.geometry.page_tokens, 0
+        filled: list[LeaseRecord] = []
+        for rec, n in zip(recs, counts, strict=True):
+            stop = offset + 4 * n
+            rec.tokens += data[offset:stop]
+            offset = stop
+            rec.length = length = rec.length + n
+            assert length <= rec.capacity, "I5: committing past the reserve"
+            self.tables.lengths[rec.row] = length
+            if length % page < n or (rec.spans and length // page > len(rec.nodes)):
+                filled.append(rec)
+        return filled
+
+    def _add_one(self, recs: Sequence[LeaseRecord], data: bytes) -> list[LeaseRecord]:
+        """The same for one token of each: what decoding does in every step."""
+        for rec, token in zip(recs, np.frombuffer(data, "V4").tolist(), strict=True):
+            rec.tokens += token
+            rec.length += 1
+        rows = np.array([rec.row for rec in recs], np.intp)
+        lengths = self.tables.lengths[rows] + 1
+        self.tables.lengths[rows] = lengths
+        full = (lengths % self.geometry.page_tokens == 0).tolist()
+        # With spans a page may have been waiting for the end of one.
+        return [rec for rec, now in zip(recs, full, strict=True) if now or rec.spans]
 
     def _publish(self, rec: LeaseRecord) -> list[Node]:
         """Pages that became full join the tree (D6); returns the lease's path if it grew."""
