@@ -187,6 +187,17 @@ class Plane:
     def poison_pages(self, pages: Sequence[int]) -> None:
         for page in pages:
             self.pool.poison(Kind.HISTORY, [page], live=False)
+        self._settle()
+
+    def poison_all(self) -> None:
+        self.pool.poison_all()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Nothing fences what a test queues itself: left under way, it would overwrite what the
+        next op restores."""
+        if self.pool.device.type == "cuda":
+            torch.cuda.current_stream(self.pool.device).synchronize()
 
 
 @contextmanager
@@ -241,7 +252,7 @@ def store_chain(p: Plane, length: int) -> list[bytes]:
     want = [p.page(i) for i in range(length)]
     assert p.start(OpKind.PACK, *[down(i, i) for i in range(length)]).delivered == length
     assert p.start(OpKind.STORE, *[to_disk(i + 1, i) for i in range(length)]).delivered == length
-    p.pool.poison_all()
+    p.poison_all()
     p.host.poison(range(p.host.num_frames))
     return want
 
@@ -509,14 +520,14 @@ def test_tails_through_checkpoint_frames_host_and_disk(device: str) -> None:
         ck = {"key": key(99), "parent": key(1), "depth": 1, "tokens": b"t"}
         keep = Part(Kind.CHECKPOINT, CPU, (9, 3), DISK, (7, 8), **ck)  # type: ignore[arg-type]
         assert p.start(OpKind.STORE, to_disk(1, 0), keep).delivered == 2
-        p.pool.poison_all()
+        p.poison_all()
         p.host.poison([f for f in range(12) if f not in (9, 3)])
         back = Part(Kind.CHECKPOINT, CPU, (9, 3), GPU, (0, 9, 2), live_dst=True)
         assert p.start(OpKind.RESTORE, back).delivered == 1
         assert tail(p, (0, 9, 2)) == want
         p.host.poison(range(12))
         for via in ((), (5, 1)):
-            p.pool.poison_all()
+            p.poison_all()
             part = Part(
                 Kind.CHECKPOINT, DISK, (7, 8), GPU, (3, 0, 5), via=via, live_dst=True, **ck,  # type: ignore[arg-type]
             )  # fmt: skip
@@ -556,7 +567,7 @@ def test_checkpoints_near_the_start_hold_fewer_window_pages() -> None:
         keep = Part(Kind.CHECKPOINT, CPU, (2, 1), DISK, (7, 8), **ck)  # type: ignore[arg-type]
         assert p.start(OpKind.STORE, to_disk(1, 0), keep).delivered == 2
         for source, src in ((CPU, (2, 1)), (DISK, (7, 8))):
-            p.pool.poison_all()
+            p.poison_all()
             part = Part(Kind.CHECKPOINT, source, src, GPU, (2, 6), live_dst=True, **ck)  # type: ignore[arg-type]
             assert p.start(OpKind.RESTORE, part).delivered == 1
             assert tail(p, (2, 6)) == want
@@ -575,7 +586,7 @@ def test_parked_tails_keep_what_they_hold(device: str) -> None:
         want = fill_tail(p, (2, -1, 3, 5), seed=2)
         part = Part(Kind.TAIL, GPU, (2, -1, 3, 5), CPU, (0, 1), live_src=True)
         assert p.start(OpKind.PACK, part).delivered == 1
-        p.pool.poison_all()
+        p.poison_all()
         back = Part(Kind.TAIL, CPU, (0, 1), GPU, (0, -1, 8, 2), live_dst=True)
         assert p.start(OpKind.RESTORE, back).delivered == 1
         assert tail(p, (0, -1, 8, 2)) == want
@@ -921,7 +932,7 @@ def test_an_op_larger_than_staging_streams_through(on_full: str) -> None:
         held = fill_tail(p, (1, 2, 3), seed=4)
         parts = [down(i, i) for i in range(8)]
         parts.insert(4, Part(Kind.CHECKPOINT, GPU, (1, 2, 3), CPU, (10, 9), live_src=True))
-        assert p.start(OpKind.PACK, *parts, packed=p.pool.poison_all).delivered == 9
+        assert p.start(OpKind.PACK, *parts, packed=p.poison_all).delivered == 9
         back = Part(Kind.CHECKPOINT, CPU, (10, 9), GPU, (0, 0, 1), live_dst=True)
         p.start(OpKind.RESTORE, back, *[up(i, i) for i in range(8)]).wait()
         assert [p.page(i) for i in range(8)] == want
@@ -1110,7 +1121,7 @@ def test_it_may_be_made_under_inference_mode() -> None:
     want = fill_tail(p, (0, 1, 2), seed=6)
     part = Part(Kind.CHECKPOINT, GPU, (0, 1, 2), CPU, (1, 2), live_src=True)
     assert p.start(OpKind.PACK, down(0, 0), part).delivered == 2
-    p.pool.poison_all()
+    p.poison_all()
     back = Part(Kind.CHECKPOINT, CPU, (1, 2), GPU, (1, 2, 3), live_dst=True)
     assert p.start(OpKind.RESTORE, up(0, 0), back).delivered == 2
     assert tail(p, (1, 2, 3)) == want
