@@ -121,7 +121,7 @@ class CacheConfig:
     ``eviction``: "adaptive" asks for one hit while the disk is full)."""
     codec: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Record component ("history", "checkpoint") -> zstd level; absent: stored raw."""
-    staging_bytes: int | str = "64MiB"
+    staging_bytes: int | str = "128MiB"
     """Packed bytes between the device and the host at any time; bounds D2H back-pressure."""
     on_full: Literal["skip", "wait"] = "skip"
     """A step that fills pages while staging is full skips storing them, or waits ``wait_s``."""

@@ -4,8 +4,7 @@ back into pages.
 Runs on whichever thread calls; knows streams and frames, but not ops, callbacks or queues.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -22,10 +21,39 @@ from kvtier.seams import Read, Record, Store
 from kvtier.sizing import record_bytes
 from kvtier.types import Tier
 
-__all__ = ["Loader", "Packer", "Place", "Reader", "record_of"]
+__all__ = ["Loader", "Packer", "Place", "Reader", "Sizes", "record_of"]
 
 Place = tuple[HostArena, tuple[int, ...]]
 """Frames in which a record lies; none for what never leaves the device."""
+
+
+class Sizes:
+    """Bytes of the records of one layout, looked up rather than added up for every part."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self.page = layout.page_bytes()
+        self.frame = layout.frame_bytes()
+        self._checkpoint = layout.checkpoint_bytes()
+
+    def of(self, part: Part) -> int:
+        """Bytes of the record that a part moves."""
+        if part.kind is Kind.HISTORY:
+            return self.page
+        return (
+            self._checkpoint if part.kind is Kind.CHECKPOINT else record_bytes(self._layout, part)
+        )
+
+    def frames(self, part: Part) -> int:
+        """Host frames that it takes."""
+        return 1 if part.kind is Kind.HISTORY else -(-self.of(part) // self.frame)
+
+    def spread(self, part: Part, frames: int) -> list[int]:
+        """How many of its bytes lie in each of so many frames."""
+        if part.kind is Kind.HISTORY:
+            return [self.page]
+        size = self.of(part)
+        return [max(0, min(self.frame, size - i * self.frame)) for i in range(frames)]
 
 
 def is_live(part: Part, *, source: bool) -> bool:
@@ -33,9 +61,9 @@ def is_live(part: Part, *, source: bool) -> bool:
     return part.kind is Kind.TAIL or (part.live_src if source else part.live_dst)
 
 
-def record_of(layout: Layout, host: HostArena, part: Part) -> Record:
+def record_of(sizes: Sizes, host: HostArena, part: Part) -> Record:
     """What a STORE part hands to the store; its payload shares the host frames."""
-    size = record_bytes(layout, part)
+    size = sizes.of(part)
     return Record(
         key=part.key,
         parent=part.parent,
@@ -52,9 +80,9 @@ class Packer:
     """Device to host.  What one thread queues another may wait for."""
 
     def __init__(
-        self, layout: Layout, pool: DevicePool, host: HostArena, staging: Staging, streams: Streams
+        self, sizes: Sizes, pool: DevicePool, host: HostArena, staging: Staging, streams: Streams
     ) -> None:
-        self._layout = layout
+        self._sizes = sizes
         self._pool = pool
         self._host = host
         self._staging = staging
@@ -62,31 +90,29 @@ class Packer:
 
     def gather(self, parts: Sequence[Part], slots: Sequence[list[int]], fences: Fences) -> Event:
         """Pack parts into their staging slots; behind the event the sources may be reused."""
-        for part, held in zip(parts, slots, strict=True):
-            if record_bytes(self._layout, part) > len(held) * self._host.frame_bytes:
+        pages, rows, tails = _split(parts, slots, source=True)
+        for part, held in tails:
+            if self._sizes.of(part) > len(held) * self._sizes.frame:
                 raise ValueError(f"a tail of {part.src} does not fit {len(held)} frames")
         with self._streams.on(Lane.PACK, fences):
-            staging = self._staging.frames
-            ends = [(p.kind, p.src, is_live(p, source=True)) for p in parts]
-            for sections, (pages, rows) in _by_sections(self._pool, ends, slots).items():
-                if sections is self._pool.history:
-                    pack_pages(sections, [p for (p,) in pages], staging, [r[0] for r in rows])
-                else:
-                    pack_tails(sections, pages, staging, rows)
+            if pages:
+                pack_pages(self._pool.history, pages, self._staging.frames, rows)
+            for sections, ids, held_by in _by_sections(self._pool, tails, source=True):
+                pack_tails(sections, ids, self._staging.frames, held_by)
         return self._streams.mark(Lane.PACK)
 
     def drain(self, parts: Sequence[Part], slots: Sequence[list[int]], gathered: Event) -> Event:
         """Copy what was gathered to the host frames; behind the event they are whole, and the
         slots are free."""
-        for part in parts:
-            self._host.unseal(part.dst)
+        frames = [frame for part in parts for frame in part.dst]
+        self._host.unseal(frames)
         with self._streams.on(Lane.DRAIN, (gathered,)):
             copy_rows(
                 self._staging.frames,
                 [slot for held in slots for slot in held],
                 self._host.frames,
-                [frame for part in parts for frame in part.dst],
-                [n for part in parts for n in _sizes(self._layout, self._host, part, part.dst)],
+                frames,
+                [n for part in parts for n in self._sizes.spread(part, len(part.dst))],
             )
         return self._streams.mark(Lane.DRAIN)
 
@@ -94,13 +120,15 @@ class Packer:
         """Wait until they are whole."""
         drained.synchronize()
 
-    def seals(self, parts: Sequence[Part]) -> list[Callable[[], None]]:
+    def sealing(self, parts: Sequence[Part]) -> Callable[[], None]:
         """What is left to do for records that have landed, at any time: note their checksums."""
-        host = self._host
-        return [
-            partial(host.seal, part.dst, record_bytes(self._layout, part), host.written(part.dst))
-            for part in parts
-        ]
+        records = [(p.dst, self._sizes.of(p), self._host.written(p.dst)) for p in parts]
+
+        def seal() -> None:
+            for frames, size, written in records:
+                self._host.seal(frames, size, written)
+
+        return seal
 
 
 class Reader:
@@ -109,14 +137,14 @@ class Reader:
 
     def __init__(
         self,
-        layout: Layout,
+        sizes: Sizes,
         host: HostArena,
         store: Store | None,
         *,
         read_frames: int,
         pinned: torch.device | None,
     ) -> None:
-        self._layout = layout
+        self._sizes = sizes
         self._host = host
         self._store = store
         # Taken now: memory that is full later must not look like a record that is bad.
@@ -142,7 +170,7 @@ class Reader:
             arena, frames = places[i]
             arena.unseal(frames)
             part = parts[i]
-            size = record_bytes(self._layout, part)
+            size = self._sizes.of(part)
             reads.append(Read(part.key, part.parent, part.tokens, arena.views(frames), size))
         found = self._store.read_into(reads)
         missing = (i for i, good in zip(wanted, found, strict=True) if not good)
@@ -168,7 +196,7 @@ class Reader:
             elif part.via:
                 places.append((self._host, part.via))
             else:
-                count = -(-record_bytes(self._layout, part) // self._host.frame_bytes)
+                count = self._sizes.frames(part)
                 places.append((self._bounce, tuple(range(used, used + count))))
                 used += count
         return places
@@ -178,9 +206,9 @@ class Loader:
     """Host to pages, and what of a RESTORE never leaves the device."""
 
     def __init__(
-        self, layout: Layout, pool: DevicePool, landing: Slots, host: HostArena, streams: Streams
+        self, sizes: Sizes, pool: DevicePool, landing: Slots, host: HostArena, streams: Streams
     ) -> None:
-        self._layout = layout
+        self._sizes = sizes
         self._pool = pool
         self._landing = landing
         self._host = host
@@ -218,12 +246,11 @@ class Loader:
         landed, fetched = self._fetch(lower, landing_rows)
         with self._streams.on(Lane.LOAD, (*fetched, *fences)):
             for records, here, rows in landed:
-                ends = [(p.kind, p.dst, is_live(p, source=False)) for p in here]
-                for sections, (pages, held) in _by_sections(self._pool, ends, rows).items():
-                    if sections is self._pool.history:
-                        unpack_pages(sections, [p for (p,) in pages], records, [r[0] for r in held])
-                    else:
-                        unpack_tails(sections, pages, records, held)
+                pages, page_rows, tails = _split(here, rows, source=False)
+                if pages:
+                    unpack_pages(self._pool.history, pages, records, page_rows)
+                for sections, ids, held_by in _by_sections(self._pool, tails, source=False):
+                    unpack_tails(sections, ids, records, held_by)
             for part, _, _ in wanted:
                 if part.source is Tier.GPU:  # a checkpoint that is still on the device
                     self._pool.copy(
@@ -269,30 +296,40 @@ class Loader:
                     [frame for _, frames in here for frame in frames],
                     self._landing.frames,
                     [row for held in rows for row in held],
-                    [n for p, frames in here for n in _sizes(self._layout, arena, p, frames)],
+                    [n for p, frames in here for n in self._sizes.spread(p, len(frames))],
                 )
                 landed.append((self._landing.frames, [p for p, _ in here], rows))
         return landed, (self._streams.mark(Lane.FETCH),)
 
 
-End = tuple[Kind, Sequence[int], bool]
-"""Device end of a part: kind, frames, whether they are a live tail."""
+Tails = list[tuple[Part, Sequence[int]]]
+
+
+def _split(
+    parts: Sequence[Part], rows: Sequence[Sequence[int]], *, source: bool
+) -> tuple[list[int], list[int], Tails]:
+    """Device pages of the history parts and the row of each; all other parts with their rows."""
+    pages: list[int] = []
+    page_rows: list[int] = []
+    tails: Tails = []
+    for part, held in zip(parts, rows, strict=True):
+        if part.kind is Kind.HISTORY:
+            pages.append((part.src if source else part.dst)[0])
+            page_rows.append(held[0])
+        else:
+            tails.append((part, held))
+    return pages, page_rows, tails
 
 
 def _by_sections(
-    pool: DevicePool, ends: Sequence[End], rows: Sequence[Sequence[int]]
-) -> dict[Sections, tuple[list[tuple[int, ...]], list[Sequence[int]]]]:
-    """Pages and rows of the records that one call can move."""
+    pool: DevicePool, tails: Tails, *, source: bool
+) -> Iterable[tuple[Sections, list[tuple[int, ...]], list[Sequence[int]]]]:
+    """Sections, and the pages and rows of all records that one call can move."""
     out: dict[Sections, tuple[list[tuple[int, ...]], list[Sequence[int]]]] = {}
-    for (kind, frames, live), held in zip(ends, rows, strict=True):
-        sections, pages = pool.sections(kind, frames, live=live)
+    for part, held in tails:
+        frames, live = part.src if source else part.dst, is_live(part, source=source)
+        sections, pages = pool.sections(part.kind, frames, live=live)
         some, theirs = out.setdefault(sections, ([], []))
         some.append(pages)
         theirs.append(held)
-    return out
-
-
-def _sizes(layout: Layout, arena: HostArena, part: Part, frames: Sequence[int]) -> list[int]:
-    """Bytes of a part's record in each of its frames."""
-    size, whole = record_bytes(layout, part), arena.frame_bytes
-    return [max(0, min(whole, size - i * whole)) for i in range(len(frames))]
+    return [(sections, *moved) for sections, moved in out.items()]

@@ -81,8 +81,8 @@ IN_STREAM_ORDER = 1
 def _batch_copy() -> Callable[[Addresses, Addresses, Addresses, int], None] | None:
     """The driver's copy of many runs at once; None before CUDA 13."""
     try:
-        # torch has loaded it; without the interpreter's lock for as long as a call takes.
-        call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
+        # torch has loaded it.  PyDLL: a call takes less than it does to get the interpreter back.
+        call = ctypes.PyDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
     except (OSError, AttributeError):
         return None
     address, size = ctypes.c_void_p, ctypes.c_size_t

@@ -31,13 +31,12 @@ from kvtier.data.copier import Copier
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
 from kvtier.data.jobs import Job, Turns, Workers
-from kvtier.data.records import Loader, Packer, Reader, is_live, record_of
+from kvtier.data.records import Loader, Packer, Reader, Sizes, is_live, record_of
 from kvtier.data.staging import Slots, Staging
 from kvtier.data.streams import Lane, streams_for
 from kvtier.errors import CacheClosed, StoreError
 from kvtier.layouts.base import Layout
 from kvtier.seams import Record, Store
-from kvtier.sizing import record_bytes
 from kvtier.types import Tier
 
 __all__ = ["DeviceTransfer"]
@@ -75,7 +74,7 @@ class DeviceTransfer:
         frame_bytes = layout.frame_bytes()
         most_frames = max(1, geometry.checkpoint_frames, geometry.parked_frames)
         assert isinstance(config.staging_bytes, int)
-        self._layout = layout
+        self._sizes = Sizes(layout)
         self._store = store
         self._wait_s = config.wait_s if config.on_full == "wait" else None
         self._batch_frames = max(BATCH_BYTES // frame_bytes, most_frames)
@@ -98,10 +97,10 @@ class DeviceTransfer:
                 frame_bytes,
                 where,
             )
-            self._packer = Packer(layout, self.pool, self.host, self._staging, self._streams)
-            self._loader = Loader(layout, self.pool, self._landing, self.host, self._streams)
+            self._packer = Packer(self._sizes, self.pool, self.host, self._staging, self._streams)
+            self._loader = Loader(self._sizes, self.pool, self._landing, self.host, self._streams)
             self._readers = [
-                Reader(layout, self.host, store, read_frames=self._read_frames, pinned=pinned)
+                Reader(self._sizes, self.host, store, read_frames=self._read_frames, pinned=pinned)
                 for _ in range(config.io_threads)
             ]
         if where.type == "cuda":
@@ -216,8 +215,8 @@ class DeviceTransfer:
     def _landed(self, parts: Sequence[Part]) -> None:
         """Checksums are taken before the op ends, or at least ahead of what stores its records."""
         if self._store is not None:
-            for seal in self._packer.seals(parts):
-                self._sealing.submit(lambda _, seal=seal: seal())  # type: ignore[misc]
+            seal = self._packer.sealing(parts)
+            self._sealing.submit(lambda _: seal())
 
     # Host or disk -> device
 
@@ -225,7 +224,7 @@ class DeviceTransfer:
         start, frames = 0, 0
         parts = job.op.parts
         for i, part in enumerate(parts):
-            size = -(-record_bytes(self._layout, part) // self.host.frame_bytes)
+            size = self._sizes.frames(part)
             most = self._read_frames if part.source is Tier.DISK else self._batch_frames
             if i > start and (frames + size > most or part.source is not parts[start].source):
                 self._submit_load(job, start, i)
@@ -273,7 +272,7 @@ class DeviceTransfer:
                 if self._store is None:
                     raise StoreError("this cache has no disk tier")
                 if job.op.kind is OpKind.STORE:
-                    records = [record_of(self._layout, self.host, part) for part in job.op.parts]
+                    records = [record_of(self._sizes, self.host, part) for part in job.op.parts]
                 failed = False
         finally:
             if failed:
