@@ -107,7 +107,7 @@ def write_records(storage: Tensor, slots: Tensor, values: Tensor, record: Record
             f"values"
         )
     planes = _plane_views(storage, record)
-    target = slots.to(torch.int64)  # page * page_bytes passes 2**31 in a pool of 2 GiB
+    target = slots.to(torch.int64)
     keep = target >= 0
     if not bool(keep.all()):
         target, values = target[keep], values[keep]

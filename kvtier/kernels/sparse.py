@@ -83,8 +83,7 @@ def _attend(
     scores = torch.einsum("qhd,qkd->qhk", query, keys) * scale
     scores.masked_fill_((slots < 0)[:, None], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
-    # exp(-inf - -inf) is NaN: for a query without keys use any finite number instead.
-    scores -= torch.where(lse == -torch.inf, 0.0, lse)[..., None]
+    scores -= lse[..., None]  # NaN for a query without keys, whose part ``merge`` drops
     return torch.einsum("qhk,qkd->qhd", scores.exp_(), keys), lse
 
 

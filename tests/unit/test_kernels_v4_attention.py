@@ -234,6 +234,11 @@ class TestIndexTopk:
         assert got[:3].eq(torch.tensor([0, *[-1] * 63])).sum() == 63 * 3 + 2
         assert got[4].tolist() == list(range(64))
 
+    @pytest.mark.parametrize("visible", [15, 16, 17, 18])
+    def test_around_as_many_as_are_chosen(self, visible: int) -> None:
+        case = IndexCase([(1, 4 * visible), (2, 4 * visible + 3)])
+        assert case.run(16).tolist() == case.expected(16)
+
     def test_sees_no_future(self) -> None:
         case = IndexCase([(300, 300)])
         got = case.run(16)

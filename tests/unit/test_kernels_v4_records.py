@@ -253,6 +253,7 @@ class TestPages:
         first = record.pack(spread(record, 200, seed=5))
         again = record.pack(record.unpack(first))
         assert torch.equal(record.unpack(again), record.unpack(first))
+        assert not torch.equal(again, first)
 
     @pytest.mark.parametrize("name", PACKED_NAMES)
     def test_what_is_not_finite_reads_as_not_finite(self, name: str) -> None:
