@@ -112,6 +112,31 @@ def run(
     return torch.cat(out)
 
 
+def held(cache: Cache, lease: Lease) -> dict[tuple[str, int], bytes]:
+    """Every byte that the lease's next token may read, by component and layer."""
+    bytes_model = ByteModel(cache)
+    length = lease.num_tokens
+    mapping = lease.slot_mapping(0, length)
+    windows = cache._core.window_tables[lease._record.row]
+    found = {}
+    for layer, components in bytes_model.by_layer.items():
+        for c in components:
+            if c.name in mapping:
+                slots = mapping[c.name][mapping[c.name] >= 0].astype("int64")
+                assert len(slots) == length // c.tokens_per_slot
+            elif c.window is not None:
+                at = bytes_model.needed(c, length)
+                pages = windows[at // c.slots_per_page].astype("int64")
+                assert (pages >= 0).all()
+                slots = pages * c.slots_per_page + at % c.slots_per_page
+            else:
+                at = bytes_model.needed(c, length)
+                slots = lease._record.state_slot * c.slots_per_page + at % c.slots_per_page
+            rows = bytes_model.get(bytes_model.pool.rows(c.name, layer), c, slots)
+            found[c.name, layer] = rows.tobytes()
+    return found
+
+
 def cut(length: int, chunk: int, start: int = 0) -> list[int]:
     """``length - start`` tokens in chunks of ``chunk``."""
     return [min(chunk, length - at) for at in range(start, length, chunk)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvtier import ConfigError, OutOfPages, Tier, TokenError
+from kvtier import ConfigError, OutOfPages, Span, Tier, TokenError
 from kvtier_deepseek.attach import Adapter
 
 if TYPE_CHECKING:
@@ -47,22 +47,26 @@ def generate(
     *,
     chunk: int = 512,
     stop: Collection[int] = (),
+    spans: Sequence[Span] = (),
+    max_reuse: int | None = None,
     label: str = "",
     progress: Callable[[int], None] | None = None,
 ) -> Generation:
     """Greedily append up to ``max_new`` tokens to ``prompt``; ends early after one of ``stop``.
 
-    Blocks until done.  ``progress`` is called with the number of tokens now in the cache after
-    the restore and after every step.  The last token returned has not been fed, so it is not in
-    the cache.  Raises ConfigError for counts below 1, TokenError for an empty prompt or bad ids,
-    OutOfPages where the request does not fit; the lease is released in every case.
+    Blocks until done.  Chunks end where ``spans`` let them, so one may be longer than ``chunk``.
+    ``max_reuse`` is the most that is taken from the cache.  ``progress`` is called with the number
+    of tokens now in the cache after the restore and after every step.  The last token returned has
+    not been fed, so it is not in the cache.  Raises ConfigError for counts below 1, TokenError for
+    an empty prompt or bad ids, OutOfPages where the request does not fit; the lease is released in
+    every case.
     """
     if max_new < 1 or chunk < 1:
         raise ConfigError(f"max_new and chunk must be at least 1, got {max_new=} {chunk=}")
     if not len(prompt):
         raise TokenError("an empty prompt has no last token to go on from")
     started = perf_counter()
-    with cache.lease(prompt, label=label) as lease:
+    with cache.lease(prompt, spans=spans, max_reuse=max_reuse, label=label) as lease:
         done = lease.ready.result()
         restored = dict(lease.restored)
         computed = len(prompt) - done
