@@ -85,25 +85,24 @@ class Copier:
         if free is None:  # it has waited long enough
             job.cut(start)
             return start
-        slots: list[list[int]] = []
+        stop, count = start, 0
         for part in job.op.parts[start:]:
-            if len(part.dst) > len(free):
+            if count + len(part.dst) > len(free):
                 break
-            slots.append(free[: len(part.dst)])
-            del free[: len(part.dst)]
-        self._staging.give(free)
-        batch = job.op.parts[start : start + len(slots)]
-        taken = [slot for held in slots for slot in held]
+            stop, count = stop + 1, count + len(part.dst)
+        slots = free[:count]
+        self._staging.give(free[count:])
+        batch = job.op.parts[start:stop]
         drained: Event | None = None
         try:
             task.gathered = self._packer.gather(batch, slots, job.fences)
             drained = self._packer.drain(batch, slots, task.gathered)
         finally:
             if drained is None:
-                self._staging.give(taken)
+                self._staging.give(slots)
         job.share()
-        self.drained.submit(lambda _: self._land(job, start, batch, taken, drained))
-        return start + len(batch)
+        self.drained.submit(lambda _: self._land(job, start, batch, slots, drained))
+        return stop
 
     def _release(self, job: Job, gathered: Event | None) -> None:
         try:

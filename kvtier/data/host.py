@@ -94,9 +94,11 @@ class HostArena:
 
     def unseal(self, frames: Sequence[int]) -> None:
         """The frames are about to be written: what they held is no record any more."""
+        for frame in frames:
+            self._checked(frame)
         with self._lock:
             for frame in frames:
-                self._checksums[self._checked(frame)] = None
+                self._checksums[frame] = None
                 self._written[frame] += 1
 
     def checksum_of(self, frames: Sequence[int], size: int) -> bytes:

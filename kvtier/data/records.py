@@ -48,12 +48,16 @@ class Sizes:
         """Host frames that it takes."""
         return 1 if part.kind is Kind.HISTORY else -(-self.of(part) // self.frame)
 
-    def spread(self, part: Part, frames: int) -> list[int]:
-        """How many of its bytes lie in each of so many frames."""
-        if part.kind is Kind.HISTORY:
-            return [self.page]
-        size = self.of(part)
-        return [max(0, min(self.frame, size - i * self.frame)) for i in range(frames)]
+    def spread(self, parts: Sequence[Part], frames: Sequence[Sequence[int]]) -> list[int]:
+        """How many bytes of each part's record lie in each of its frames."""
+        if _all_history(parts):
+            return [self.page] * len(parts)
+        whole = self.frame
+        return [
+            max(0, min(whole, size - start))
+            for size, held in zip(map(self.of, parts), frames, strict=True)
+            for start in range(0, len(held) * whole, whole)
+        ]
 
 
 def is_live(part: Part, *, source: bool) -> bool:
@@ -88,9 +92,10 @@ class Packer:
         self._staging = staging
         self._streams = streams
 
-    def gather(self, parts: Sequence[Part], slots: Sequence[list[int]], fences: Fences) -> Event:
-        """Pack parts into their staging slots; behind the event the sources may be reused."""
-        pages, rows, tails = _split(parts, slots, source=True)
+    def gather(self, parts: Sequence[Part], slots: Sequence[int], fences: Fences) -> Event:
+        """Pack parts into staging slots, as many as each has frames; behind the event the sources
+        may be reused."""
+        pages, rows, tails = _split(parts, [p.dst for p in parts], slots, source=True)
         for part, held in tails:
             if self._sizes.of(part) > len(held) * self._sizes.frame:
                 raise ValueError(f"a tail of {part.src} does not fit {len(held)} frames")
@@ -101,19 +106,15 @@ class Packer:
                 pack_tails(sections, ids, self._staging.frames, held_by)
         return self._streams.mark(Lane.PACK)
 
-    def drain(self, parts: Sequence[Part], slots: Sequence[list[int]], gathered: Event) -> Event:
+    def drain(self, parts: Sequence[Part], slots: Sequence[int], gathered: Event) -> Event:
         """Copy what was gathered to the host frames; behind the event they are whole, and the
         slots are free."""
-        frames = [frame for part in parts for frame in part.dst]
+        places = [part.dst for part in parts]
+        frames = [frame for place in places for frame in place]
         self._host.unseal(frames)
         with self._streams.on(Lane.DRAIN, (gathered,)):
-            copy_rows(
-                self._staging.frames,
-                [slot for held in slots for slot in held],
-                self._host.frames,
-                frames,
-                [n for part in parts for n in self._sizes.spread(part, len(part.dst))],
-            )
+            sizes = self._sizes.spread(parts, places)
+            copy_rows(self._staging.frames, slots, self._host.frames, frames, sizes)
         return self._streams.mark(Lane.DRAIN)
 
     def land(self, drained: Event) -> None:
@@ -237,87 +238,98 @@ class Loader:
     ) -> Event:
         """Bring the records from host memory into pages and tails; behind the event it is done,
         and nothing reads the places any more."""
-        wanted = [
-            (part, *place)
-            for part, place in zip(parts, places, strict=True)
-            if part.target is Tier.GPU
-        ]
-        lower = [move for move in wanted if move[0].source is not Tier.GPU]
-        landed, fetched = self._fetch(lower, landing_rows)
+        lower: dict[int, _Records] = {}
+        here: list[Part] = []
+        for part, (arena, frames) in zip(parts, places, strict=True):
+            if part.target is not Tier.GPU:
+                continue
+            if part.source is Tier.GPU:  # a checkpoint that is still on the device
+                here.append(part)
+                continue
+            if (records := lower.get(id(arena))) is None:
+                records = lower[id(arena)] = _Records(arena)
+            records.parts.append(part)
+            records.frames.append(frames)
+        fetched = self._fetch(list(lower.values()), landing_rows)
         with self._streams.on(Lane.LOAD, (*fetched, *fences)):
-            for records, here, rows in landed:
-                pages, page_rows, tails = _split(here, rows, source=False)
+            for it in lower.values():
+                pages, rows, tails = _split(it.parts, it.frames, it.rows, source=False)
                 if pages:
-                    unpack_pages(self._pool.history, pages, records, page_rows)
+                    unpack_pages(self._pool.history, pages, it.where, rows)
                 for sections, ids, held_by in _by_sections(self._pool, tails, source=False):
-                    unpack_tails(sections, ids, records, held_by)
-            for part, _, _ in wanted:
-                if part.source is Tier.GPU:  # a checkpoint that is still on the device
-                    self._pool.copy(
-                        part.kind,
-                        part.src,
-                        part.dst,
-                        live_src=is_live(part, source=True),
-                        live_dst=is_live(part, source=False),
-                    )
+                    unpack_tails(sections, ids, it.where, held_by)
+            for part in here:
+                self._pool.copy(
+                    part.kind,
+                    part.src,
+                    part.dst,
+                    live_src=is_live(part, source=True),
+                    live_dst=is_live(part, source=False),
+                )
         return self._streams.mark(Lane.LOAD)
 
-    def _fetch(
-        self,
-        moves: Sequence[tuple[Part, HostArena, tuple[int, ...]]],
-        landing_rows: Sequence[int],
-    ) -> tuple[list[tuple[torch.Tensor, list[Part], list[Sequence[int]]]], Fences]:
-        """Where the pack kernels can read these records: (records, parts, rows of each), and what
-        they have to wait for.
+    def _fetch(self, lower: Sequence["_Records"], landing_rows: Sequence[int]) -> Fences:
+        """Bring records where the pack kernels can read them; what these have to wait for.
 
-        On a GPU in the landing buffer; large copies first and one launch then: many small copies
+        On a GPU to the landing buffer: large copies first and one launch then, as many small copies
         run at a tenth of the speed.
         """
-        arenas = {id(arena): arena for _, arena, _ in moves}
-        split = [
-            (arena, [(p, frames) for p, there, frames in moves if there is arena])
-            for arena in arenas.values()
-        ]
-        if self._pool.device.type == "cpu":
-            return [
-                (arena.frames, [p for p, _ in here], [frames for _, frames in here])
-                for arena, here in split
-            ], ()
-        landed: list[tuple[torch.Tensor, list[Part], list[Sequence[int]]]] = []
-        free = list(landing_rows)
+        for it in lower:
+            it.rows = [frame for held in it.frames for frame in held]
+        if self._pool.device.type == "cpu" or not lower:
+            return ()
+        used = 0
         with self._streams.on(Lane.FETCH):
-            for arena, here in split:
-                rows: list[Sequence[int]] = []
-                for _, frames in here:
-                    rows.append(free[: len(frames)])
-                    del free[: len(frames)]
-                copy_rows(
-                    arena.frames,
-                    [frame for _, frames in here for frame in frames],
-                    self._landing.frames,
-                    [row for held in rows for row in held],
-                    [n for p, frames in here for n in self._sizes.spread(p, len(frames))],
-                )
-                landed.append((self._landing.frames, [p for p, _ in here], rows))
-        return landed, (self._streams.mark(Lane.FETCH),)
+            for it in lower:
+                frames, it.rows = it.rows, landing_rows[used : used + len(it.rows)]
+                used += len(frames)
+                sizes = self._sizes.spread(it.parts, it.frames)
+                copy_rows(it.arena.frames, frames, self._landing.frames, it.rows, sizes)
+                it.where = self._landing.frames
+        return (self._streams.mark(Lane.FETCH),)
+
+
+class _Records:
+    """Records in one arena, and where the pack kernels find them."""
+
+    __slots__ = ("arena", "frames", "parts", "rows", "where")
+
+    def __init__(self, arena: HostArena) -> None:
+        self.arena = arena
+        self.parts: list[Part] = []
+        self.frames: list[tuple[int, ...]] = []
+        self.where = arena.frames
+        self.rows: Sequence[int] = ()
+        """Of ``where``, one part's after the other."""
 
 
 Tails = list[tuple[Part, Sequence[int]]]
 
 
+def _all_history(parts: Sequence[Part]) -> bool:
+    return all(part.kind is Kind.HISTORY for part in parts)
+
+
 def _split(
-    parts: Sequence[Part], rows: Sequence[Sequence[int]], *, source: bool
-) -> tuple[list[int], list[int], Tails]:
-    """Device pages of the history parts and the row of each; all other parts with their rows."""
+    parts: Sequence[Part], frames: Sequence[Sequence[int]], rows: Sequence[int], *, source: bool
+) -> tuple[list[int], Sequence[int], Tails]:
+    """Device pages of the history parts and the row of each; all other parts with their rows.
+
+    ``rows`` are those of one part after the other, as many as it has host ``frames``.
+    """
+    if _all_history(parts):
+        return [(p.src if source else p.dst)[0] for p in parts], rows, []
     pages: list[int] = []
     page_rows: list[int] = []
     tails: Tails = []
-    for part, held in zip(parts, rows, strict=True):
+    at = 0
+    for part, held in zip(parts, frames, strict=True):
         if part.kind is Kind.HISTORY:
             pages.append((part.src if source else part.dst)[0])
-            page_rows.append(held[0])
+            page_rows.append(rows[at])
         else:
-            tails.append((part, held))
+            tails.append((part, rows[at : at + len(held)]))
+        at += len(held)
     return pages, page_rows, tails
 
 

@@ -30,9 +30,12 @@ def copy_rows(
     and the host side must be pinned.  Raises IndexError, having queued nothing, for a row that is
     not there.
     """
-    count = len(sizes)
-    assert count == len(source_rows) == len(target_rows), (source_rows, target_rows, sizes)
-    if not count:
+    assert len(sizes) == len(source_rows) == len(target_rows), (source_rows, target_rows, sizes)
+    if 0 in sizes:  # a record may end before its last frame
+        kept = [i for i, size in enumerate(sizes) if size]
+        source_rows, target_rows = [source_rows[i] for i in kept], [target_rows[i] for i in kept]
+        sizes = [sizes[i] for i in kept]
+    if not sizes:
         return
     for rows, there in ((source_rows, source), (target_rows, target)):
         if min(rows) < 0 or max(rows) >= there.shape[0]:  # -1 would name the last one

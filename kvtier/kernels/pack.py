@@ -70,7 +70,7 @@ def pack_pages(
     """
     _check_pages(sections, pages, records, rows)
     if _one_launch(records.device):
-        _launch(sections, [(p,) for p in pages], records, [(r,) for r in rows], unpack=False)
+        _launch(sections, pages, records, rows, unpack=False)
         return
     if records.device.type == "cpu":
         there = records.numpy()
@@ -92,7 +92,7 @@ def unpack_pages(
     """
     _check_pages(sections, pages, records, rows)
     if _one_launch(records.device):
-        _launch(sections, [(p,) for p in pages], records, [(r,) for r in rows], unpack=True)
+        _launch(sections, pages, records, rows, unpack=True)
         return
     if records.device.type == "cpu":
         there = records.numpy()
@@ -119,7 +119,7 @@ def pack_tails(
     """
     _check_tails(sections, tails, records, rows)
     if _one_launch(records.device):
-        _launch(sections, tails, records, rows, unpack=False)
+        _launch(sections, *_flat(sections, tails, records, rows), unpack=False)
         return
     for page, storage, spans in _tail_spans(sections, tails, records, rows):
         copy_spans([storage[page] if page >= 0 else storage.shape[1]], spans)
@@ -137,7 +137,7 @@ def unpack_tails(
     """
     _check_tails(sections, tails, records, rows)
     if _one_launch(records.device):
-        _launch(sections, tails, records, rows, unpack=True)
+        _launch(sections, *_flat(sections, tails, records, rows), unpack=True)
         return
     for page, storage, spans in _tail_spans(sections, tails, records, rows):
         if page >= 0:
@@ -230,14 +230,29 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _launch(
+def _flat(
     sections: Sections,
-    pages: Sequence[Sequence[int]],
+    tails: Sequence[Sequence[int]],
     records: torch.Tensor,
     rows: Sequence[Sequence[int]],
+) -> tuple[list[int], torch.Tensor, list[int]]:
+    used = -(-sections.record_bytes // records.shape[1])
+    return (
+        [page for tail in tails for page in tail],
+        records,
+        [row for held in rows for row in held[:used]],
+    )
+
+
+def _launch(
+    sections: Sections,
+    pages: Sequence[int],
+    records: torch.Tensor,
+    rows: Sequence[int],
     *,
     unpack: bool,
 ) -> None:
+    """``pages`` and ``rows`` of one record after the other."""
     from kvtier.kernels.triton_pack import cut, move
 
     width = records.shape[1]

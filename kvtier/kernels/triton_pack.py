@@ -6,11 +6,12 @@ layout.  Addresses are 64 bits wide.  Owns no check of its arguments: ``kvtier.k
 functions these carry out, has made them.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK", "Chunks", "copy_runs", "cut", "move"]
 
+Numbers = npt.NDArray[np.int64]
 CHUNK = 16384
 """Bytes a program moves at most: enough loads in flight at once, enough programs a page."""
 _BLOCK = tl.constexpr(CHUNK)
@@ -64,49 +66,57 @@ def cut(sections: "Sections", row_bytes: int) -> Chunks:
 
 def move(
     chunks: Chunks,
-    pages: Sequence[Sequence[int]],
+    pages: Sequence[int],
     records: torch.Tensor,
-    rows: Sequence[Sequence[int]],
+    rows: Sequence[int],
     *,
     unpack: bool,
 ) -> None:
     """Gather records from pages or (``unpack``) scatter them, all of them in one launch.
 
-    ``pages`` (items, members) and ``rows`` (items, rows of a record) number pages and rows of
+    ``pages`` are the page numbers of one item after the other, ``rows`` likewise their rows of
     ``records``, uint8 (any, row bytes) with adjacent bytes.  A page of -1 reads as zeros and is
     not written.
     """
-    if not pages:
+    count = len(pages) // chunks.members
+    if not count:
         return
-    num_chunks = chunks.table.shape[0]
-    numbers = [
-        chunks.table.data_ptr(), num_chunks, chunks.members, chunks.members + chunks.rows,
+    num_chunks, width = chunks.table.shape[0], chunks.members + chunks.rows
+    numbers = np.empty(6 + count * width, np.int64)
+    numbers[:6] = (
+        chunks.table.data_ptr(), num_chunks, chunks.members, width,
         records.data_ptr(), records.stride(0),
-    ]  # fmt: skip
-    for item, held in zip(pages, rows, strict=True):
-        numbers += item[: chunks.members]
-        numbers += held[: chunks.rows]
-    launch = _upload(numbers, records.device)
-    (_unpack if unpack else _pack)[(num_chunks * len(pages),)](launch)
+    )  # fmt: skip
+    items = numbers[6:].reshape(count, width)
+    items[:, : chunks.members] = np.reshape(pages, (count, chunks.members))
+    items[:, chunks.members :] = np.reshape(rows, (count, chunks.rows))
+    _run(_unpack if unpack else _pack, num_chunks * count, numbers, records.device)
 
 
 def copy_runs(runs: Sequence[tuple[int, int, int]], device: torch.device) -> None:
     """Copy runs of (source address, target address, bytes) in one launch; source 0 means zeros."""
     numbers = [
-        number
+        (source and source + at, target + at, min(CHUNK, size - at))
         for source, target, size in runs
         for at in range(0, size, CHUNK)
-        for number in (source and source + at, target + at, min(CHUNK, size - at))
     ]
     if numbers:
-        _copy_runs[(len(numbers) // 3,)](_upload(numbers, device))
+        _run(_copy_runs, len(numbers), np.array(numbers, np.int64).ravel(), device)
 
 
-def _upload(numbers: list[int], device: torch.device) -> torch.Tensor:
+_compiled: dict[tuple[object, int | None], Any] = {}
+"""What a kernel compiled to, by kernel and device: each takes one pointer, so there is one."""
+
+
+def _run(kernel: Any, programs: int, numbers: Numbers, device: torch.device) -> None:
     # From pageable memory: the driver has read it when this returns.  Allocated on the stream that
     # reads it, so its memory cannot be reused before it was read.
-    there = torch.frombuffer(array("q", numbers), dtype=torch.int64)
-    return there.to(device, non_blocking=True)
+    launch = torch.from_numpy(numbers).to(device, non_blocking=True)
+    compiled = _compiled.get((kernel, device.index))
+    if compiled is None:  # the interpreter compiles nothing
+        _compiled[kernel, device.index] = kernel[(programs,)](launch)
+    else:  # past the look-up by types and values of the arguments, half of a launch
+        compiled[programs, 1, 1](launch)
 
 
 @triton.jit

@@ -70,7 +70,8 @@ def move(
     unpack: bool,
 ) -> None:
     """What ``pack`` calls on a GPU, on the interpreter's device too."""
-    pack._launch(it, pages, records, rows, unpack=unpack)
+    flat = pack._flat(it, pages, records, rows)
+    pack._launch(it, *flat, unpack=unpack)
 
 
 @pytest.mark.parametrize(
