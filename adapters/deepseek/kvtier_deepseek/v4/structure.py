@@ -101,10 +101,10 @@ def _check_layer(name: str, module: nn.Module, wanted: Attention, ratio: int, co
         )
     if ratio:
         halves = 2 if ratio == 4 else 1
-        name = f"{name}.compressor"
-        _check_compressor(name, compressor, COMPRESSOR_PARTS, ratio, wanted.head_dim, halves)
+        where = f"{name}.compressor"
+        _check_compressor(where, compressor, COMPRESSOR_PARTS, ratio, wanted.head_dim, halves)
     if ratio == 4:
-        _check_indexer(f"{name}.indexer", getattr(compressor, "indexer", None), wanted)
+        _check_indexer(f"{name}.compressor.indexer", getattr(compressor, "indexer", None), wanted)
     # An instance may hold its class's own forward, as the copy of an attached model does.
     own = vars(module).get("forward")
     if own is not None and getattr(own, "__func__", None) is not type(module).forward:
