@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal
 
 from kvtier.errors import ConfigError
 
@@ -40,18 +40,50 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
     return size
 
 
-class CheckpointPolicy(Protocol):
-    """At which page ends to keep the tail (layouts with tails only)."""
+class CheckpointPolicy:
+    """At which page ends to keep the tail (layouts with tails only).  One instance per cache.
+
+    For one of your own, override what differs.  Every method must be a pure function of its
+    arguments: the core asks again whenever it has to choose.
+    """
 
     def due(self, depth: int, *, prompt_end: bool, branch: bool) -> bool:
-        """Whether to capture a checkpoint at the end of page ``depth`` (1-based)."""
+        """Whether to capture a checkpoint at the end of page ``depth`` (1-based).
+
+        ``prompt_end``: one of the last two page ends of the prompt.  ``branch``: another prompt
+        was known to here and went on differently.
+        """
+        return self.keep(depth, prompt_end=prompt_end, branch=branch)
 
     def keep(self, depth: int, *, prompt_end: bool, branch: bool) -> bool:
-        """Whether a captured one is worth the disk, and outlives the others under pressure."""
+        """Whether a captured one is worth the disk.  Others stay in host memory, and go there
+        only while it has free room."""
+        return True
+
+    def worth(
+        self,
+        *,
+        gap: int,
+        frames: int,
+        deepest: bool,
+        passed: bool,
+        uses: int,
+        prompt_end: bool,
+        branch: bool,
+    ) -> float:
+        """What a checkpoint in host memory is worth per frame, beside a page of history (1.0) that
+        somebody can resume behind: it outlives that page's time without use this many times.
+
+        ``gap``: pages a lease would lose without it, back to the next shallower checkpoint.
+        ``frames``: how many frames it takes.  ``deepest``: nothing is known below, so the pages
+        of the gap would go with it.  ``passed``: another was kept at least two pages deeper on
+        its path.  ``uses``: how many leases have resumed here.
+        """
+        return 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Placement:
+class _Placement(CheckpointPolicy):
     every_pages: int
     capture_all: bool
     keep_all: bool
@@ -63,6 +95,34 @@ class _Placement:
         return self.keep_all or prompt_end or branch or depth % self.every_pages == 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Adaptive(_Placement):
+    """The guesses are round numbers: results move by tenths of a point between half and twice."""
+
+    def worth(
+        self,
+        *,
+        gap: int,
+        frames: int,
+        deepest: bool,
+        passed: bool,
+        uses: int,
+        prompt_end: bool,
+        branch: bool,
+    ) -> float:
+        if deepest:
+            return gap / (frames + gap)
+        if not passed or uses > 1:
+            chance = 1.0
+        elif branch:
+            chance = 0.5
+        elif uses or prompt_end:  # a conversation goes on from its end, and seldom twice
+            chance = 0.1
+        else:
+            chance = 0.03
+        return chance * gap / frames
+
+
 def _every(every_pages: int) -> int:
     if every_pages < 1:
         raise ConfigError(f"every_pages must be at least 1, got {every_pages}")
@@ -70,8 +130,10 @@ def _every(every_pages: int) -> int:
 
 
 def Adaptive(*, every_pages: int = 16) -> CheckpointPolicy:
-    """Capture at every page end; under pressure let go first of those ``Sparse`` would not keep."""
-    return _Placement(_every(every_pages), capture_all=True, keep_all=False)
+    """Capture at every page end while there is room, else where ``Sparse`` does; under pressure
+    let go first of those that would be missed least: what lies close behind another, or was
+    passed by its conversation."""
+    return _Adaptive(_every(every_pages), capture_all=True, keep_all=False)
 
 
 def Dense() -> CheckpointPolicy:
@@ -84,15 +146,28 @@ def Sparse(*, every_pages: int = 16) -> CheckpointPolicy:
     return _Placement(_every(every_pages), capture_all=False, keep_all=False)
 
 
-class EvictionPolicy(Protocol):
-    """Which evictable page goes first, and what a full tier lets in.  One instance per cache."""
+class EvictionPolicy:
+    """Which evictable page goes first, and what a full tier lets in.  One instance per cache.
+
+    For one of your own, override what differs; as it stands this is ``"lru"``.
+    """
 
     def rank(self, tick: int, hits: int) -> int:
-        """Pages with the lowest rank leave first; ``tick`` is when it was last used (a counter),
-        ``hits`` how often it was found again."""
+        """Pages of one kind with the lowest rank leave first; ``tick`` is when it was last used (a
+        counter), ``hits`` how often it was found again.  Must not fall while a page is unused."""
+        return tick
+
+    def weight(self, again: bool) -> float:
+        """How long pages found ``again`` may go unused, beside those that never were."""
+        return 1.0
+
+    def returned(self, first: float, again: float) -> None:
+        """A request has asked anew for pages just evicted, in shares of the tier: some that had
+        never been found again before (``first``), some that had (``again``)."""
 
     def admit(self, hits: int, *, full: bool) -> bool:
-        """Whether a page found again ``hits`` times may enter the tier, ``full`` or not."""
+        """Whether a page found again ``hits`` times may enter the disk, ``full`` or not."""
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +196,7 @@ class CacheConfig:
     ``eviction``: "adaptive" asks for one hit while the disk is full)."""
     codec: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Record component ("history", "checkpoint") -> zstd level; absent: stored raw."""
-    staging_bytes: int | str = "128MiB"
+    staging_bytes: int | str = "192MiB"
     """Packed bytes between the device and the host at any time; bounds D2H back-pressure."""
     on_full: Literal["skip", "wait"] = "skip"
     """A step that fills pages while staging is full skips storing them, or waits ``wait_s``."""

@@ -4,8 +4,7 @@ The only module that names CUDA streams.  Knows nothing of ops.
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Protocol
 
@@ -109,23 +108,8 @@ class CudaStreams:
         with self._lock:
             return tuple(self._fences.values())
 
-    @contextmanager
-    def on(self, lane: Lane, after: Fences = ()) -> Iterator[None]:
-        stream = self._stream(lane)
-        done = False
-        try:
-            with torch.cuda.stream(stream):
-                for event in after:
-                    assert isinstance(event, torch.cuda.Event)
-                    stream.wait_event(event)
-                yield
-            done = True
-        finally:
-            if not done:
-                stream.synchronize()
-            elif lane is Lane.COMPUTE:
-                # Later packs of what was copied here have to see it.
-                self.fence(stream)
+    def on(self, lane: Lane, after: Fences = ()) -> AbstractContextManager[None]:
+        return _On(self, lane, self._stream(lane), after)
 
     def passed(self, fences: Fences) -> None:
         gone = set(map(id, fences))
@@ -145,6 +129,45 @@ class CudaStreams:
         with self._lock:
             known = self._compute
         return torch.cuda.current_stream(self._device) if known is None else known
+
+
+class _On:
+    """A class of its own and no generator around ``torch.cuda.stream``: half of what a batch's
+    calls into torch cost was this."""
+
+    __slots__ = ("_after", "_before", "_lane", "_stream", "_streams")
+
+    def __init__(
+        self, streams: CudaStreams, lane: Lane, stream: torch.cuda.Stream, after: Fences
+    ) -> None:
+        self._streams = streams
+        self._lane = lane
+        self._stream = stream
+        self._after = after
+
+    def __enter__(self) -> None:
+        # What was current there, and what is current now: setting a stream sets its device too.
+        self._before = (torch.cuda.current_stream(self._stream.device), torch.cuda.current_stream())
+        torch.cuda.set_stream(self._stream)
+        try:
+            for event in self._after:
+                assert isinstance(event, torch.cuda.Event)
+                self._stream.wait_event(event)
+        except BaseException:
+            self._restore()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._restore()
+        if kind is not None:
+            self._stream.synchronize()
+        elif self._lane is Lane.COMPUTE:
+            # Later packs of what was copied here have to see it.
+            self._streams.fence(self._stream)
+
+    def _restore(self) -> None:
+        for stream in self._before:
+            torch.cuda.set_stream(stream)
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -1,7 +1,5 @@
 """What is asked of CUDA, on a CUDA that only takes notes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ Log = list[tuple[Any, ...]]
 class Stream:
     def __init__(self, device: object = None) -> None:
         self.cuda_stream = id(self)
+        self.device = device
         self.log: Log = []
 
     def wait_event(self, event: object) -> None:
@@ -35,13 +34,11 @@ class Event:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaStreams:
-    @contextmanager
-    def stream(_: Stream) -> Iterator[None]:
-        yield
-
+    current = [Stream()]
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     return CudaStreams(torch.device("cuda", 0))
 
 
@@ -68,9 +65,12 @@ def test_what_a_body_that_raises_has_queued_is_over_when_it_has_raised(
     mine = Stream()
     cuda.fence(mine)
     stream = cuda._stream(lane)
+    before = torch.cuda.current_stream()
     with pytest.raises(ZeroDivisionError), cuda.on(lane):
+        assert torch.cuda.current_stream() is stream
         stream.log.append(("copy",))  # type: ignore[attr-defined]
         raise ZeroDivisionError
+    assert torch.cuda.current_stream() is before
     assert stream.log[-2:] == [("copy",), ("synchronize",)]  # type: ignore[attr-defined]
     stream.log.clear()  # type: ignore[attr-defined]
     with cuda.on(lane):
