@@ -223,8 +223,11 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
             self.run(self.core.release(rec))
 
     def crowd(self) -> None:
-        """Somebody takes what there is of the device."""
+        """Somebody takes what there is of the device; paused leases stay."""
         self.drain()
+        others = [r for r in self.core.leases.values() if r.state is not LeaseState.PAUSED]
+        if not self.core.tables.free and others:
+            self.run(self.core.release(others[0]))
         for pages in range(self.geometry.gpu_pages, 0, -1):
             if self.open([9], reserve=pages * self.geometry.page_tokens) is not None:
                 return
