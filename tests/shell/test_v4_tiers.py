@@ -50,6 +50,13 @@ def served(layout: Layout, disk: Path | None = None, **options: Any) -> Iterator
         cache.close()
 
 
+def windows_of(lease: kvtier.Lease) -> set[int]:
+    """Window pages it holds, by number."""
+    tail = lease._record.tail
+    assert tail is not None
+    return set(tail.windows)
+
+
 def moved(model: ByteModel) -> dict[tuple[Tier, str], int]:
     return dict(model.cache._pump.moved)
 
@@ -171,11 +178,13 @@ def test_pause_and_resume_anywhere(options: dict[str, Any]) -> None:
         for length in PLACES:
             with open_lease(model, tokens, read=False, write=False) as lease:
                 model.prefill(lease, tokens[:length])
+                held = windows_of(lease)
                 lease.pause().result(timeout=20)
                 model.poison()
                 with open_lease(model, prompt(300, seed=length), read=False) as other:
                     model.prefill(other, prompt(300, seed=length))  # takes what was given back
                 assert lease.resume().result(timeout=20) == length
+                assert windows_of(lease) == held
                 model.check(lease)
                 model.prefill(lease, tokens, chunk=128)
                 model.check(lease)
@@ -193,9 +202,7 @@ def test_a_pause_parks_what_is_committed() -> None:
             model.write(step)
             raise ZeroDivisionError
         model.feed(lease, [])  # what the failed step left in the rings is undone by its owner
-        held = lease._record.tail
-        assert held is not None
-        assert len(held.windows) == 11
+        assert len(windows_of(lease)) == 11
         # The rings have taken in other rows meanwhile: as the model would, write them again.
         with model.cache.step([(lease, tokens[200:201])]) as step:
             model.write(step)
@@ -268,9 +275,7 @@ def test_the_first_boundary_of_a_sequence(tail: str) -> None:
             with open_lease(model, tokens) as lease:
                 assert lease.num_tokens == 128
                 model.check(lease)
-                tail_held = lease._record.tail
-                assert tail_held is not None
-                assert set(tail_held.windows) == {0}
+                assert windows_of(lease) == {0}
                 model.prefill(lease, prompt(400))
                 model.check(lease)
 
@@ -294,24 +299,20 @@ def test_windows_are_freed_while_decoding(tail: str, drafts: int) -> None:
                     continue
                 accepted = 1 + n % step
                 model.feed(lease, tokens[n : n + accepted], rejected=step - accepted)
-                held = lease._record.tail
-                assert held is not None
-                length = lease.num_tokens
+                length, held = lease.num_tokens, windows_of(lease)
                 needed = {t // 128 for t in range(max(0, length - kept), length)}
                 ahead = {t // 128 for t in range(length, n + step)}
-                assert needed <= set(held.windows) <= needed | ahead, length
+                assert needed <= held <= needed | ahead, length
                 table = model.cache._core.window_tables[lease._record.row]
-                assert {p for p in range(len(table)) if table[p] >= 0} == set(held.windows)
+                assert {p for p in range(len(table)) if table[p] >= 0} == held
                 if (length + 4) % 128 < 8:
                     model.check(lease)
         for end in (256, 512):  # reached one token at a time
             with open_lease(model, tokens[: end + 1]) as lease:
                 assert lease.num_tokens == end
                 model.check(lease)
-                held = lease._record.tail
-                assert held is not None
                 pages = 1 if tail == "minimal" else 2
-                assert set(held.windows) == set(range(end // 128 - pages, end // 128))
+                assert windows_of(lease) == set(range(end // 128 - pages, end // 128))
 
 
 def test_a_chunk_of_4096_tokens() -> None:
@@ -325,9 +326,7 @@ def test_a_chunk_of_4096_tokens() -> None:
             step = model.feed(lease, tokens[100:4196])
             assert [c.position for c in step.captures] == list(range(256, 4097, 256))
             model.check(lease)
-            held = lease._record.tail
-            assert held is not None
-            assert set(held.windows) == {(4196 - 127) // 128, 4196 // 128}
+            assert windows_of(lease) == {(4196 - 127) // 128, 4196 // 128}
             model.feed(lease, tokens[4196:4250])
             model.check(lease)
             model.check(other)
