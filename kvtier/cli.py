@@ -272,8 +272,11 @@ def _explain(options: argparse.Namespace) -> int:
         print(
             f"{name}: {held} tokens, {found.pages} of {whole} pages of {found.page_tokens} tokens"
         )
-        if found.checkpoints:
-            print(f"  checkpoints at token {', '.join(map(str, found.checkpoints))}")
+        if entries["checkpoint"].any():  # a layout with tails, which resumes only at checkpoints
+            last = max((c for c in found.checkpoints if c < len(tokens)), default=0)
+            listed = ", ".join(map(str, found.checkpoints))
+            print(f"  checkpoints at token {listed}" if listed else "  no checkpoint among them")
+            print(f"  a request of these tokens resumes at token {last}")
         if found.pages < whole:
             print(f"  the page at token {held} is not here")
     return status

@@ -13,6 +13,7 @@ import torch
 
 import kvtier
 from kvtier import LeaseState, Tier
+from kvtier.cli import main
 from kvtier.errors import ConfigError
 from kvtier.layouts import Layout
 from tests.shell.v4_kit import PAGE, ByteModel, open_lease, prompt, sized, small
@@ -128,6 +129,34 @@ def test_the_model_would_notice() -> None:
                 model.check(lease)
             storage[page, at] ^= 1
         model.check(lease)
+
+
+def test_history_and_checkpoints_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """G5, H3: by `explain` of the cache and of the command line, and by `match`."""
+    tokens = prompt(1600)
+    with served(small(), tmp_path, checkpoints=kvtier.Sparse(every_pages=2)) as model:
+        with open_lease(model, tokens[:1100]) as lease:
+            model.prefill(lease, tokens[:1100], chunk=500)
+        model.cache.flush(to=DISK).result(timeout=20)
+        with open_lease(model, tokens, write=False):
+            found = model.cache.match(tokens[:1000])
+            assert (found.tokens, found.history_tokens) == (768, 768)
+            found = model.cache.match(tokens[:500])
+            assert (found.tokens, found.history_tokens) == (0, 256)
+        pages = model.cache.explain(tokens)
+        assert [p.reason for p in pages] == [
+            *("no_checkpoint", "hit", "hit", "hit", "never_seen", "never_seen")
+        ]
+        assert [bool(p.checkpoint_tiers) for p in pages[:4]] == [False, True, True, True]
+        assert all(p.tiers >= {GPU, CPU, DISK} for p in pages[:4])
+    (tmp_path / "ids").write_text(" ".join(map(str, tokens)))
+    assert main(["explain", str(tmp_path), "--tokens", str(tmp_path / "ids")]) == 0
+    out = capsys.readouterr().out
+    assert "1024 tokens, 4 of 6 pages of 256 tokens" in out
+    assert "checkpoints at token 512, 768, 1024\n" in out
+    assert "resumes at token 1024\n" in out
 
 
 # --------------------------------------------------------------------------- on the device alone

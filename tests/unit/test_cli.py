@@ -140,12 +140,41 @@ def test_explain_follows_the_identity(
     out = capsys.readouterr().out
     assert f"{3 * PAGE} tokens, 3 of 5 pages of {PAGE} tokens" in out
     assert f"checkpoints at token {2 * PAGE}\n" in out
+    assert f"resumes at token {2 * PAGE}\n" in out
     assert f"the page at token {3 * PAGE} is not here" in out
     assert main(command) == 0
-    assert f"{PAGE} tokens, 1 of 5 pages" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{PAGE} tokens, 1 of 5 pages" in out
+    assert "no checkpoint among them\n" in out
+    assert "resumes at token 0\n" in out
     for other in (["--tenant", ""], ["--adapter", "acme"], ["--salt", "00"]):
         assert main([*command, *other]) == 0
         assert "no page of these tokens" in capsys.readouterr().out
+
+
+def test_the_last_token_is_always_computed(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint at the very end of a prompt is there and serves longer prompts only."""
+    path = tmp_path / "ids"
+    for more, stands in ((0, 0), (1, 2 * PAGE)):
+        path.write_text(" ".join(map(str, PROMPT[: 2 * PAGE + more])))
+        assert main(["explain", str(directory), "--tokens", str(path), "--tenant", "acme"]) == 0
+        out = capsys.readouterr().out
+        assert f"checkpoints at token {2 * PAGE}\n" in out
+        assert f"resumes at token {stands}\n" in out
+
+
+def test_stores_without_checkpoints_say_nothing_of_them(
+    tmp_path: Path, prompt: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_store(tmp_path / "kv") as store:
+        store.put_group(list(chain(PROMPT, Identity())))
+    assert main(["explain", str(tmp_path / "kv"), "--tokens", prompt]) == 0
+    out = capsys.readouterr().out
+    assert f"{5 * PAGE} tokens, 5 of 5 pages" in out
+    assert "checkpoint" not in out
+    assert "resumes" not in out
 
 
 def test_explain_tells_another_prompt(
