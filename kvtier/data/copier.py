@@ -18,11 +18,17 @@ from kvtier.data.records import Loader, Packer, Place
 from kvtier.data.staging import Slots
 from kvtier.data.streams import Event, Streams
 
-__all__ = ["Copier", "Guard"]
+__all__ = ["Copier", "Guard", "even_batch"]
 
 Guard = Callable[[Job, int], AbstractContextManager[None]]
 """Around work for a job: what it raises cuts the job at this part."""
 PACKS, LOADS = 0, 1
+
+
+def even_batch(frames: int, batch: int) -> int:
+    """Frames a batch when so many are cut evenly into batches of about ``batch``, up to half as
+    many more: a small rest costs the interpreter as much as a whole one."""
+    return -(-frames // max(1, round(frames / batch)))
 
 
 class Copier:
@@ -81,7 +87,7 @@ class Copier:
     def _pack_batch(self, task: "_Pack") -> int:
         """Queue the parts from ``task.at`` on for which there are slots; returns the next one."""
         job, start = task.job, task.at
-        free = self._staging.take(len(job.op.parts[start].dst), self._pack_frames)
+        free = self._staging.take(len(job.op.parts[start].dst), task.batch)
         if free is None:  # it has waited long enough
             job.cut(start)
             return start
@@ -100,6 +106,7 @@ class Copier:
         finally:
             if drained is None:
                 self._staging.give(slots)
+        task.left -= count
         job.share()
         self.drained.submit(lambda _: self._land(job, start, batch, slots, drained))
         return stop
@@ -170,6 +177,16 @@ class _Pack:
     """Parts before this one are queued."""
     gathered: Event | None = None
     """Behind the last gather."""
+    batch: int = 0
+    """Slots it takes at a time."""
+    left: int = 0
+    """Frames of the parts that are not queued yet."""
+
+    def __post_init__(self) -> None:
+        self.left = sum(len(part.dst) for part in self.job.op.parts)
+        longest = max((len(part.dst) for part in self.job.op.parts), default=1)
+        even = even_batch(self.left, self.copier._pack_frames) + longest - 1
+        self.batch = min(even, self.copier._staging.num_slots)
 
     @property
     def deadline(self) -> float | None:
@@ -178,7 +195,7 @@ class _Pack:
     def ready(self) -> bool:
         if self.at >= self.job.delivered:  # shrinks when a landing fails
             return True
-        return self.copier._staging.free >= len(self.job.op.parts[self.at].dst)
+        return self.copier._staging.free >= min(self.batch, self.left)
 
     def run(self) -> bool:
         more = False

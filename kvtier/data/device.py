@@ -60,6 +60,7 @@ class DevicePool:
             offsets=tuple(offset for _, _, offset, _ in sections),
         )
         """All history sections of a page, for the pack kernels."""
+        self._tail_windows = layout.tail_windows
         self._whole = Sections((self.checkpoints,), (0,))
         self._tails: dict[tuple[Kind, int], Sections] = {}
         if self.device.type == "cuda":
@@ -139,7 +140,7 @@ class DevicePool:
         if not live:
             return self._whole, (first,)
         if kind is Kind.CHECKPOINT:
-            del windows[self.layout.tail_windows :]
+            del windows[self._tail_windows :]
         key = kind, len(windows)
         if key not in self._tails:
             self._tails.setdefault(key, self._tail_sections(*key))

@@ -238,21 +238,10 @@ class Loader:
     ) -> Event:
         """Bring the records from host memory into pages and tails; behind the event it is done,
         and nothing reads the places any more."""
-        lower: dict[int, _Records] = {}
-        here: list[Part] = []
-        for part, (arena, frames) in zip(parts, places, strict=True):
-            if part.target is not Tier.GPU:
-                continue
-            if part.source is Tier.GPU:  # a checkpoint that is still on the device
-                here.append(part)
-                continue
-            if (records := lower.get(id(arena))) is None:
-                records = lower[id(arena)] = _Records(arena)
-            records.parts.append(part)
-            records.frames.append(frames)
-        fetched = self._fetch(list(lower.values()), landing_rows)
+        lower, here = _by_arena(parts, places)
+        fetched = self._fetch(lower, landing_rows)
         with self._streams.on(Lane.LOAD, (*fetched, *fences)):
-            for it in lower.values():
+            for it in lower:
                 pages, rows, tails = _split(it.parts, it.frames, it.rows, source=False)
                 if pages:
                     unpack_pages(self._pool.history, pages, it.where, rows)
@@ -294,13 +283,34 @@ class _Records:
 
     __slots__ = ("arena", "frames", "parts", "rows", "where")
 
-    def __init__(self, arena: HostArena) -> None:
+    def __init__(self, arena: HostArena, parts: list[Part], frames: list[tuple[int, ...]]) -> None:
         self.arena = arena
-        self.parts: list[Part] = []
-        self.frames: list[tuple[int, ...]] = []
+        self.parts = parts
+        self.frames = frames
         self.where = arena.frames
         self.rows: Sequence[int] = ()
         """Of ``where``, one part's after the other."""
+
+
+def _by_arena(parts: Sequence[Part], places: Sequence[Place]) -> tuple[list[_Records], list[Part]]:
+    """What is to come from host memory, arena by arena; and what is on the device already."""
+    first = places[0][0] if places else None
+    if all(p.target is Tier.GPU and p.source is not Tier.GPU for p in parts) and all(
+        arena is first for arena, _ in places
+    ):  # by far the most
+        return [_Records(arena, list(parts), [f for _, f in places]) for arena, _ in places[:1]], []
+    lower: dict[int, _Records] = {}
+    here: list[Part] = []
+    for part, (arena, frames) in zip(parts, places, strict=True):
+        if part.target is not Tier.GPU:
+            continue
+        if part.source is Tier.GPU:  # a checkpoint that has not left it
+            here.append(part)
+            continue
+        records = lower.setdefault(id(arena), _Records(arena, [], []))
+        records.parts.append(part)
+        records.frames.append(frames)
+    return list(lower.values()), here
 
 
 Tails = list[tuple[Part, Sequence[int]]]

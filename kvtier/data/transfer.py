@@ -21,13 +21,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import groupby
 
 import torch
 
 from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Op, OpKind, Part
-from kvtier.data.copier import Copier
+from kvtier.data.copier import Copier, even_batch
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
 from kvtier.data.jobs import Job, Turns, Workers
@@ -94,7 +95,7 @@ class DeviceTransfer:
                 device=where,
             )
             self._landing = Slots(
-                self._landing_rows(geometry, config.io_threads) if pinned else 0,
+                self._landing_rows(geometry, most_frames, config.io_threads) if pinned else 0,
                 frame_bytes,
                 where,
             )
@@ -224,17 +225,23 @@ class DeviceTransfer:
     # Host or disk -> device
 
     def _start_restore(self, job: Job) -> None:
-        start, frames = 0, 0
         parts = job.op.parts
-        for i, part in enumerate(parts):
-            size = self._sizes.frames(part)
-            most = self._read_frames if part.source is Tier.DISK else self._batch_frames
-            if i > start and (frames + size > most or part.source is not parts[start].source):
-                self._submit_load(job, start, i)
-                start, frames = i, 0
-            frames += size
-        if parts:
-            self._submit_load(job, start, len(parts))
+        frames = [self._sizes.frames(part) for part in parts]
+        start = 0
+        for source, run in groupby(parts, key=lambda part: part.source):
+            stop = start + len(list(run))
+            most = self._read_frames
+            if source is not Tier.DISK:
+                most = even_batch(sum(frames[start:stop]), self._batch_frames)
+                most += max(frames[start:stop]) - 1  # so that none but the last falls short
+                most = min(most, self._landing.num_slots or most)
+            while start < stop:
+                end, held = start + 1, frames[start]
+                while end < stop and held + frames[end] <= most:
+                    held += frames[end]
+                    end += 1
+                self._submit_load(job, start, end)
+                start = end
         job.end_share()
 
     def _submit_load(self, job: Job, start: int, stop: int) -> None:
@@ -315,12 +322,10 @@ class DeviceTransfer:
         finally:
             job.end_share()
 
-    def _landing_rows(self, geometry: Geometry, readers: int) -> int:
+    def _landing_rows(self, geometry: Geometry, most_frames: int, readers: int) -> int:
         """Enough for the largest batches, but not for more frames than there are to load."""
         most = geometry.cpu_frames + (0 if self._store is None else readers * self._read_frames)
-        if not most:
-            return 0
-        return min(BATCHES * self._batch_frames, max(most, self._batch_frames))
+        return min(BATCHES * self._batch_frames, most + most_frames) if most else 0
 
     # Faults
 
