@@ -11,7 +11,7 @@ import torch
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Kind
 from kvtier.errors import ConfigError
-from kvtier.kernels.pack import Sections, copy_spans, pack_tails, unpack_tails
+from kvtier.kernels.pack import Sections, clear_tails, copy_spans, pack_tails, unpack_tails
 from kvtier.layouts.base import Component, Layout, Share
 
 __all__ = ["DevicePool", "Spans"]
@@ -163,8 +163,8 @@ class DevicePool:
 
     def clear(self, frames: Sequence[int]) -> None:
         """A live tail as if no token had been seen."""
-        tail = self.spans(Kind.TAIL, frames, live=True)
-        copy_spans([self.layout.tail_bytes(len(frames) - 1)], tail)
+        sections, pages = self.sections(Kind.TAIL, frames, live=True)
+        clear_tails(sections, [pages])
 
     def poison(self, kind: Kind, frames: Sequence[int], *, live: bool, byte: int = 0xFF) -> None:
         """Fill a page, tail or checkpoint with a byte that no reader may see (tests)."""

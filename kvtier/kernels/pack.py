@@ -16,7 +16,15 @@ import torch
 if TYPE_CHECKING:
     from kvtier.kernels.triton_pack import Chunks
 
-__all__ = ["Sections", "copy_spans", "pack_pages", "pack_tails", "unpack_pages", "unpack_tails"]
+__all__ = [
+    "Sections",
+    "clear_tails",
+    "copy_spans",
+    "pack_pages",
+    "pack_tails",
+    "unpack_pages",
+    "unpack_tails",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +152,24 @@ def unpack_tails(
             copy_spans(spans, [storage[page]])
 
 
+def clear_tails(sections: Sections, tails: Sequence[Sequence[int]]) -> None:
+    """All sections of the pages ``tails[i]`` become zeros; a page of -1 is skipped.
+
+    In stream order on CUDA.  Raises IndexError, having changed nothing, for a page that is not
+    there.
+    """
+    _check_members(sections, tails)
+    if _one_launch(sections.storages[0].device):
+        from kvtier.kernels.triton_pack import clear
+
+        clear(_chunks(sections, sections.record_bytes), [page for tail in tails for page in tail])
+        return
+    for tail in tails:
+        for storage, _, member in sections:
+            if tail[member] >= 0:
+                storage[tail[member]].zero_()
+
+
 def copy_spans(source: Sequence[torch.Tensor | int], target: Sequence[torch.Tensor | int]) -> None:
     """Copy one run of bytes cut into spans onto the same run cut into other spans.
 
@@ -253,13 +279,18 @@ def _launch(
     unpack: bool,
 ) -> None:
     """``pages`` and ``rows`` of one record after the other."""
-    from kvtier.kernels.triton_pack import cut, move
+    from kvtier.kernels.triton_pack import move
 
-    width = records.shape[1]
-    chunks = sections._chunks.get(width)
+    move(_chunks(sections, records.shape[1]), pages, records, rows, unpack=unpack)
+
+
+def _chunks(sections: Sections, row_bytes: int) -> "Chunks":
+    from kvtier.kernels.triton_pack import cut
+
+    chunks = sections._chunks.get(row_bytes)
     if chunks is None:
-        chunks = sections._chunks.setdefault(width, cut(sections, width))
-    move(chunks, pages, records, rows, unpack=unpack)
+        chunks = sections._chunks.setdefault(row_bytes, cut(sections, row_bytes))
+    return chunks
 
 
 def _check_pages(
@@ -284,11 +315,15 @@ def _check_tails(
     _check_records(sections, records)
     needed = -(-sections.record_bytes // records.shape[1])
     assert all(len(held) >= needed for held in rows), "a record does not fit its rows"
+    _check_members(sections, tails)
+    if not all(_within(held, records.shape[0]) for held in rows):
+        raise IndexError(f"rows {rows} of {records.shape[0]}")
+
+
+def _check_members(sections: Sections, tails: Sequence[Sequence[int]]) -> None:
     for tail in tails:
         if not all(-1 <= p < n for p, n in zip(tail, sections.num_pages, strict=True)):
             raise IndexError(f"tail {tail}: there are {sections.num_pages} pages")
-    if not all(_within(held, records.shape[0]) for held in rows):
-        raise IndexError(f"rows {rows} of {records.shape[0]}")
 
 
 def _check_records(sections: Sections, records: torch.Tensor) -> None:

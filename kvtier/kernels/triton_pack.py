@@ -19,7 +19,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from kvtier.kernels.pack import Sections
 
-__all__ = ["CHUNK", "Chunks", "copy_runs", "cut", "move"]
+__all__ = ["CHUNK", "Chunks", "clear", "copy_runs", "cut", "move"]
 
 Numbers = npt.NDArray[np.int64]
 CHUNK = 16384
@@ -78,19 +78,37 @@ def move(
     ``records``, uint8 (any, row bytes) with adjacent bytes.  A page of -1 reads as zeros and is
     not written.
     """
+    _over_chunks(
+        _unpack if unpack else _pack, chunks, pages, (records.data_ptr(), records.stride(0)), rows
+    )
+
+
+def clear(chunks: Chunks, pages: Sequence[int]) -> None:
+    """Zeros into all sections of these pages, those of one item after the other, in one launch.
+
+    A page of -1 is skipped.
+    """
+    _over_chunks(_clear, chunks, pages, (0, 0), [0] * (len(pages) // chunks.members * chunks.rows))
+
+
+def _over_chunks(
+    kernel: Any,
+    chunks: Chunks,
+    pages: Sequence[int],
+    records: tuple[int, int],
+    rows: Sequence[int],
+) -> None:
+    """One program a chunk and item.  ``records`` are address and bytes of a row."""
     count = len(pages) // chunks.members
     if not count:
         return
     num_chunks, width = chunks.table.shape[0], chunks.members + chunks.rows
     numbers = np.empty(6 + count * width, np.int64)
-    numbers[:6] = (
-        chunks.table.data_ptr(), num_chunks, chunks.members, width,
-        records.data_ptr(), records.stride(0),
-    )  # fmt: skip
+    numbers[:6] = (chunks.table.data_ptr(), num_chunks, chunks.members, width, *records)
     items = numbers[6:].reshape(count, width)
     items[:, : chunks.members] = np.reshape(pages, (count, chunks.members))
     items[:, chunks.members :] = np.reshape(rows, (count, chunks.rows))
-    _run(_unpack if unpack else _pack, num_chunks * count, numbers, records.device)
+    _run(kernel, num_chunks * count, numbers, chunks.table.device)
 
 
 def copy_runs(runs: Sequence[tuple[int, int, int]], device: torch.device) -> None:
@@ -180,6 +198,13 @@ def _unpack(launch):
     paged, packed, size, page = _places(launch)
     if page >= 0:
         _copy(packed, paged, size, True, _BLOCK)
+
+
+@triton.jit
+def _clear(launch):
+    paged, _, size, page = _places(launch)
+    if page >= 0:
+        _copy(paged, paged, size, False, _BLOCK)
 
 
 @triton.jit

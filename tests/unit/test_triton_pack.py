@@ -20,7 +20,7 @@ from kvtier.kernels.pack import Sections  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 # Bytes of a section's page: below, at and above a chunk, of odd length, a multiple of 16 or not.
-WIDTHS = (5, 16, 48, 1, 1152, triton_pack.CHUNK, 17, triton_pack.CHUNK + 16, 40_001)
+WIDTHS = (5, 16, 48, 1, 1152, triton_pack.CHUNK, 17, triton_pack.CHUNK + 16, 20_001)
 
 
 def noise(*shape: int, seed: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_pages_are_gathered_and_scattered_and_nothing_else(
     gap: int, shift: int, pad: int, start: int
 ) -> None:
     it = sections(WIDTHS, gap=gap, shift=shift)
-    width, pages, rows = it.record_bytes + pad, [4, 0, 5], [1, 3, 0]
+    width, pages, rows = it.record_bytes + pad, [4, 0], [1, 3]
     flat = noise(start + 5 * width, seed=99)
     records = flat[start:].view(5, width)
     before, around = records.cpu(), [base(s) for s in it.storages]
@@ -116,10 +116,10 @@ def test_pages_are_gathered_and_scattered_and_nothing_else(
 MEMBERS = (0, 0, 1, 1, 2, 2)
 
 
-@pytest.mark.parametrize("row_bytes", [64, 100, 4096, 1 << 16])
+@pytest.mark.parametrize("row_bytes", [100, 208, 4096, 1 << 16])
 def test_records_of_several_pages_fill_their_rows_in_turn(row_bytes: int) -> None:
     """A row may end anywhere within a section; what is not held reads as zeros and stays."""
-    widths = (48, 700, 33, 16, 5000, 112)
+    widths = (48, 700, 33, 16, 2000, 112)
     it = sections(widths, members=MEMBERS)
     count = -(-it.record_bytes // row_bytes)
     tails = [(3, 1, 4), (0, -1, 2), (5, 2, -1)]
@@ -163,6 +163,27 @@ def test_the_reference_moves_the_same_bytes(row_bytes: int) -> None:
     move(it, tails, records, rows, unpack=True)
     for ours, theirs in zip(it.storages, mine.storages, strict=True):
         assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_clearing_zeroes_the_pages_that_are_held_and_no_other(shift: int) -> None:
+    widths, members = (48, 700, triton_pack.CHUNK + 32, 16), (0, 1, 1, 2)
+    it = sections(widths, members=members, gap=16, shift=shift)
+    want = [base(s) for s in it.storages]
+    tails = [(3, 1, 4), (0, -1, 2)]
+    for tail in tails:
+        for around, (storage, _, member) in zip(want, it, strict=True):
+            if tail[member] >= 0:
+                around.view(6, -1)[tail[member], shift : shift + storage.shape[1]] = 0
+    reference = Sections(tuple(s.cpu().clone() for s in it.storages), it.offsets, it.members)
+    pack.clear_tails(reference, tails)
+    chunks = pack._chunks(it, it.record_bytes)
+    triton_pack.clear(chunks, [page for tail in tails for page in tail])
+    for storage, around, ref in zip(it.storages, want, reference.storages, strict=True):
+        assert torch.equal(base(storage), around)
+        assert torch.equal(storage.cpu(), ref)
+    with pytest.raises(IndexError):
+        pack.clear_tails(it, [(0, 6, 0)])
 
 
 def test_runs_of_any_length_and_alignment() -> None:

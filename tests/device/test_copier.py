@@ -1,0 +1,206 @@
+"""What the copying thread is made of: turns, slots, even batches, copies of rows, late seals."""
+
+import threading
+import time
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import bench_pipeline
+from kvtier.core.ops import Kind
+from kvtier.data.copier import even_batch
+from kvtier.data.host import HostArena
+from kvtier.data.jobs import Turns
+from kvtier.data.rows import copy_rows
+from kvtier.data.staging import Slots
+from kvtier.layouts import gqa, swa_c4_c128
+
+
+class Piecewise:
+    """A task of several pieces that says when it may go on."""
+
+    def __init__(
+        self, name: str, log: list[str], *, pieces: int = 1, deadline: float | None = None
+    ) -> None:
+        self.name, self.log, self.pieces, self.deadline = name, log, pieces, deadline
+        self.open = threading.Event()
+        self.over = threading.Event()
+
+    def ready(self) -> bool:
+        return self.open.is_set()
+
+    def run(self) -> bool:
+        self.log.append(self.name)
+        self.pieces -= 1
+        if not self.pieces:
+            self.over.set()
+        return self.pieces > 0
+
+
+def test_turns_alternate_and_keep_the_order_of_each_queue() -> None:
+    log: list[str] = []
+    turns = Turns("test", 2)
+    a, b, c = (Piecewise(n, log, pieces=2) for n in "abc")
+    for number, task in ((0, a), (0, b), (1, c)):
+        turns.submit(number, task)
+    for task in (b, c, a):  # b is open first, and still comes after a
+        task.open.set()
+    time.sleep(0.05)
+    turns.wake()
+    turns.stop()
+    turns.threads[0].join(10)
+    assert not turns.threads[0].is_alive()
+    assert sorted(log) == list("aabbcc")
+    assert "".join(log).replace("c", "") == "aabb"
+
+
+def test_a_queue_whose_head_is_not_ready_holds_up_no_other() -> None:
+    log: list[str] = []
+    turns = Turns("test", 2)
+    stuck, free = Piecewise("stuck", log), Piecewise("free", log)
+    free.open.set()
+    turns.submit(0, stuck)
+    turns.submit(1, free)
+    assert free.over.wait(5)
+    turns.stop()  # not before what is queued has run
+    turns.threads[0].join(0.1)
+    assert turns.threads[0].is_alive()
+    stuck.open.set()
+    turns.wake()
+    turns.threads[0].join(5)
+    assert log == ["free", "stuck"]
+
+
+def test_a_deadline_runs_what_is_not_ready() -> None:
+    log: list[str] = []
+    turns = Turns("test", 1)
+    late = Piecewise("late", log, deadline=time.monotonic() + 0.05)
+    turns.submit(0, late)
+    assert late.over.wait(5)
+    assert time.monotonic() >= late.deadline  # type: ignore[operator]
+    turns.stop()
+    turns.threads[0].join(5)
+
+
+def test_a_task_that_raises_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Piecewise):
+        def run(self) -> bool:
+            raise ZeroDivisionError
+
+    log: list[str] = []
+    turns = Turns("test", 1)
+    broken, after = Broken("broken", log), Piecewise("after", log)
+    broken.open.set()
+    after.open.set()
+    turns.submit(0, broken)
+    turns.submit(0, after)
+    assert after.over.wait(5)
+    turns.stop()
+    turns.threads[0].join(5)
+    assert "ZeroDivisionError" in caplog.text
+
+
+@given(st.integers(1, 10_000), st.integers(1, 500))
+def test_batches_are_even_and_no_rest_is_small(frames: int, batch: int) -> None:
+    size = even_batch(frames, batch)
+    count = -(-frames // size)
+    assert size <= max(batch * 1.5, 1) + 1
+    assert count <= max(1, round(frames / batch))
+    assert frames <= batch or size * 2 > batch
+
+
+def test_slots_come_back() -> None:
+    slots = Slots(5, 16, torch.device("cpu"))
+    first = slots.take(1, 3)
+    assert first == [0, 1, 2]
+    assert slots.free == 2
+    assert slots.take(3, 9) is None
+    assert slots.free == 2
+    assert slots.take(0, 0) == []
+    slots.give(first)
+    assert sorted(slots.take(5, 9) or []) == [0, 1, 2, 3, 4]
+    with pytest.raises(AssertionError):
+        slots.give(range(6))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_rows_are_copied_and_nothing_else(
+    device: str, batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways, with the driver's batch and without."""
+    if not batched:
+        monkeypatch.setattr("kvtier.data.rows._batch_copy", lambda: None)
+    pinned = torch.device("cuda", 0) if device == "cuda" else None
+    host = HostArena(6, 4096, pinned=pinned)
+    host.frames.copy_(torch.randint(0, 255, (6, 4096), dtype=torch.uint8))
+    there = torch.full((8, 5000), 0xFF, dtype=torch.uint8, device=device)[:, :4096]
+    want = there.cpu().clone()
+    for row, frame, size in ((7, 2, 4096), (0, 5, 1), (3, 0, 4095)):
+        want[row, :size] = host.frames[frame, :size]
+
+    def run(*args: object) -> None:
+        if device == "cuda":
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                copy_rows(*args)  # type: ignore[arg-type]
+            stream.synchronize()
+        else:
+            copy_rows(*args)  # type: ignore[arg-type]
+
+    run(host.frames, [2, 5, 1, 0], there, [7, 0, 4, 3], [4096, 1, 0, 4095])
+    assert torch.equal(there.cpu(), want)
+    back = host.frames.clone()
+    back[1, :9], back[4] = want[7, :9], want[3]
+    run(there, [7, 3], host.frames, [1, 4], [9, 4096])
+    assert torch.equal(host.frames, back)
+    run(there, [], host.frames, [], [])
+    for bad in (([8], [0]), ([-1], [0]), ([0], [6]), ([0], [-1])):
+        with pytest.raises(IndexError):
+            run(there, bad[0], host.frames, bad[1], [16])
+    assert torch.equal(host.frames, back)
+    host.close()
+
+
+def test_a_seal_that_comes_late_says_nothing_of_what_was_written_since() -> None:
+    arena = HostArena(2, 4096)
+    arena.unseal([0, 1])
+    arena.view(0)[:] = b"a" * 4096
+    written = arena.written([0, 1])
+    arena.seal([0, 1], 4096, written)
+    assert arena._checksums[0] == xxhash.xxh3_128_digest(b"a" * 4096)
+    arena.unseal([1])  # one frame of the record is enough
+    arena.seal([0, 1], 4096, written)
+    arena.unseal([0])
+    arena.view(0)[:] = b"b" * 4096
+    arena.seal([0, 1], 4096, written)
+    assert arena._checksums == [None, None]
+    assert arena.checksum_of([0, 1], 4096) == xxhash.xxh3_128_digest(b"b" * 4096)
+
+
+def test_the_benchmark_moves_what_it_says() -> None:
+    """Its own check is the oracle: every record is the same on both sides afterwards."""
+    tails = swa_c4_c128(layer_ratios=(0, 4, 128))
+    small = gqa(layers=2, kv_heads=2, head_dim=64)
+    for case in (
+        bench_pipeline.Case("small", small),
+        bench_pipeline.Case("tails", tails, Kind.CHECKPOINT),
+    ):
+        bench = bench_pipeline._Bench(case, device="cpu", in_flight=2_000_000)
+        try:
+            rates = bench.plane("both", 12)
+            assert rates
+            assert min(rates) > 0
+            bench.check()
+            bench.plane_.host.frames[bench.ends[0][1][0], 5] ^= 1
+            with pytest.raises(AssertionError):
+                bench.check()
+        finally:
+            bench.close()
