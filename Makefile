@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo         a conversation served from device, host and disk (ARGS='--arch v2')"
+	@echo "make demo         conversations served from device, host and disk (ARGS='--arch v4')"
 	@echo "make test         the suite (ARGS='-k NAME' for a part of it)"
 	@echo "make lint         ruff, mypy --strict, who may import whom"
 	@echo "make format       ruff format and the safe fixes"

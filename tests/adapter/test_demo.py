@@ -21,7 +21,7 @@ def test_the_passages_are_the_whole_book_in_order() -> None:
     assert max(map(len, passages)) < 2 * min(map(len, passages))
 
 
-@pytest.mark.parametrize("arch", ["v2", "v3"])
+@pytest.mark.parametrize("arch", ["v2", "v3", "v4"])
 def test_weights_are_the_same_in_every_process(arch: str) -> None:
     """The disk tier is keyed by the model's name, so its weights must not depend on the run."""
     one, two = demo.make_model(arch).state_dict(), demo.make_model(arch).state_dict()
@@ -44,6 +44,38 @@ def test_a_short_conversation_and_a_second_process(arch: str, tmp_path: Path) ->
     assert second.turns[0].result.restored[Tier.DISK] > 800
 
 
+def test_a_short_conversation_of_v4_and_a_second_process(tmp_path: Path) -> None:
+    """Pages of 256 tokens; a prefix is resumed where a checkpoint is."""
+    threads = torch.get_num_threads()
+    start = {reader: list(demo.OPENING.encode()) for reader in demo.READERS}
+    first = demo.serve("v4", tmp_path, "AAB", start, 0)
+    second = demo.serve("v4", tmp_path, "AB", first.transcripts, 3)
+    torch.set_num_threads(threads)
+    assert all(turn.equal for turn in first.turns + second.turns)
+    assert first.turns[0].result.restored[Tier.GPU] == 0
+    assert first.turns[1].result.restored[Tier.GPU] == 256
+    assert first.turns[2].result.restored[Tier.GPU] == 0  # they share less than a page
+    assert second.turns[0].result.restored[Tier.DISK] == 768
+
+
+def test_both_are_played_and_the_first_failure_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for failing, played in ((None, ["v3", "v4"]), ("v3", ["v3"]), ("v4", ["v3", "v4"])):
+        seen: list[str] = []
+
+        def play(arch: str, directory: Path) -> int:
+            seen.append(arch)  # noqa: B023
+            assert directory == tmp_path
+            return int(arch == failing)  # noqa: B023
+
+        monkeypatch.setattr(demo, "_play", play)
+        assert demo.main(["--dir", str(tmp_path)]) == (failing is not None)
+        assert seen == played
+        assert demo.main(["--arch", "v2", "--dir", str(tmp_path)]) == 0
+        assert seen == [*played, "v2"]
+
+
 def served(*, equal: bool = True, process: int = 1, disk: int = 9, evicted: int = 1) -> demo.Served:
     result = Generation(
         tokens=(1,),
@@ -59,7 +91,7 @@ def served(*, equal: bool = True, process: int = 1, disk: int = 9, evicted: int 
 
 def test_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     good = served(), served(process=2)
-    assert demo._verdict(*good) == 0
+    assert demo._verdict(demo.SCENES["v3"], *good) == 0
     assert "FAILED" not in capsys.readouterr().out
     short = dataclasses.replace(good[0].turns[0].result, prompt_tokens=100)
     shorter = [
@@ -73,7 +105,7 @@ def test_verdict(capsys: pytest.CaptureFixture[str]) -> None:
         (served(evicted=0), served(process=2, evicted=0)),
         tuple(shorter),
     ):
-        assert demo._verdict(*bad) == 1
+        assert demo._verdict(demo.SCENES["v3"], *bad) == 1
         assert capsys.readouterr().out.count("FAILED") >= 1
 
 
@@ -134,7 +166,9 @@ def test_a_process_that_is_killed(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--arch", "v2", "--dir", str(tmp_path)]) == 0
+@pytest.mark.parametrize("arch", ["v2", "v4"])
+def test_the_whole_demo(arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--arch", arch, "--dir", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert shown.out.count(" equal\n") == len(demo.FIRST + demo.SECOND)
+    scene = demo.SCENES[arch]
+    assert shown.out.count(" equal\n") == len(scene.first + scene.second)

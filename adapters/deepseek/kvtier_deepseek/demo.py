@@ -1,8 +1,9 @@
 """``kvtier demo``: two conversations about a book, served from device, host and disk.
 
-A small DeepSeek model with random weights and a byte tokenizer; tiers so small that the device and
-the host must evict.  Half way the process ends, and a new one goes on from what is on disk.  Every
-generated token is compared with plain ``generate()`` of an untouched copy of the model.
+Small DeepSeek models, V3 and V4, with random weights and a byte tokenizer; tiers so small that the
+device and the host must evict.  Half way the process ends, and a new one goes on from what is on
+disk.  Every generated token is compared with plain ``generate()`` of an untouched copy of the
+model.
 """
 
 import argparse
@@ -10,11 +11,11 @@ import copy
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import pairwise
 from multiprocessing import get_context
@@ -27,22 +28,63 @@ from typing import Any
 import torch
 
 from kvtier import Cache, CacheConfig, KVTierError, Tier
-from kvtier.layouts import Layout
 from kvtier_deepseek.attach import attach
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.runner import Generation, generate
 
 __all__ = ["main"]
 
-PAGE_TOKENS = 64
-DEVICE_PAGES, HOST_PAGES = 60, 72
 NEW_TOKENS = 16
 SEED = 20
 OPENING = "You read a book aloud with a friend, and say after each passage what you make of it.\n"
 READERS = ("Ann", "Ben")
-# Whose turn it is, before the process ends and after.
-FIRST, SECOND = "AABABBABABAB", "ABAB"
+PASSAGES = 16
 TIERS = (Tier.GPU, Tier.CPU, Tier.DISK)
+DEFAULT = ("v3", "v4")
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is played with one architecture."""
+
+    title: str
+    first: str
+    """Whose turn it is, before the process ends."""
+    second: str
+    """And after."""
+    longest: int
+    """Tokens that the longest prompt comes to, at least."""
+    layout: Mapping[str, Any]
+    device_bytes: int | str
+    """Room for about one conversation."""
+    host_bytes: int | str
+    """Room for less than both."""
+
+
+# Dense pages are 49,152 bytes here.
+_DENSE = Scene(
+    title="",
+    first="AABABBABABAB",
+    second="ABAB",
+    longest=3000,
+    layout={"page_tokens": 64, "dtype": torch.float32},
+    device_bytes="2250KiB",
+    host_bytes="2700KiB",
+)
+SCENES = {
+    "v2": replace(_DENSE, title="DeepSeek-V2"),
+    "v3": replace(_DENSE, title="DeepSeek-V3"),
+    # Plain float32 records, so that tokens can be compared; real ones round keys to fp8.
+    "v4": Scene(
+        title="DeepSeek-V4",
+        first="AABABBAB",
+        second="ABA",
+        longest=2500,
+        layout={"record": "fp32", "index_record": "fp32"},
+        device_bytes="5200KiB",
+        host_bytes="1680KiB",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvtier demo", description=(__doc__ or "").replace("``", "")
     )
-    parser.add_argument("--arch", choices=("v3", "v2"), default="v3", help="DeepSeek-V3 or V2")
+    parser.add_argument("--arch", choices=(*SCENES,), help="one of them only")
     parser.add_argument("--dir", type=Path, help="keep the disk tier here (default: temporary)")
     options = parser.parse_args(argv)
     if options.dir and options.dir.exists() and not options.dir.is_dir():
@@ -81,20 +123,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     held = nullcontext(options.dir) if options.dir else tempfile.TemporaryDirectory()
     with held as directory:
-        print(f"A random DeepSeek-{options.arch.upper()} model; disk tier in {directory}\n")
-        transcripts = {reader: list(OPENING.encode()) for reader in READERS}
-        try:
-            first = _in_a_process(options.arch, Path(directory), FIRST, transcripts, 0)
-            print("\nThat process has ended; a new one opens the same directory.\n")
-            transcripts = first.transcripts
-            second = _in_a_process(options.arch, Path(directory), SECOND, transcripts, len(FIRST))
-        except (KVTierError, OSError, ImportError) as error:
-            print(f"kvtier demo: {error}", file=sys.stderr)
-            return 2
-        except BrokenProcessPool:
-            print("kvtier demo: the process that served was killed", file=sys.stderr)
-            return 2
-    return _verdict(first, second)
+        for number, arch in enumerate([options.arch] if options.arch else DEFAULT):
+            print("\n" * (number > 0), end="")
+            if status := _play(arch, Path(directory)):
+                return status
+    return 0
+
+
+def _play(arch: str, directory: Path) -> int:
+    """Both halves of a scene; exit status."""
+    scene = SCENES[arch]
+    print(f"A random {scene.title} model; disk tier in {directory}\n")
+    transcripts = {reader: list(OPENING.encode()) for reader in READERS}
+    try:
+        first = _in_a_process(arch, directory, scene.first, transcripts, 0)
+        print("\nThat process has ended; a new one opens the same directory.\n")
+        second = _in_a_process(arch, directory, scene.second, first.transcripts, len(scene.first))
+    except (KVTierError, OSError, ImportError) as error:
+        print(f"kvtier demo: {error}", file=sys.stderr)
+        return 2
+    except BrokenProcessPool:
+        print("kvtier demo: the process that served was killed", file=sys.stderr)
+        return 2
+    return _verdict(scene, first, second)
 
 
 def _in_a_process(
@@ -110,19 +161,25 @@ def serve(
     arch: str, directory: Path, order: str, transcripts: dict[str, list[int]], passage: int
 ) -> Served:
     """Play the turns of ``order`` from the given passage of the book on, in this process."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # tensors are small: more would wait for one another
+    scene = SCENES[arch]
     model = make_model(arch)
     plain = copy.deepcopy(model)
-    layout = layout_for(model.config, page_tokens=PAGE_TOKENS, dtype=torch.float32)
-    passages = _passages(len(FIRST) + len(SECOND))[passage:]
+    layout = layout_for(model.config, **scene.layout)
+    passages = _passages(PASSAGES)[passage:]
     transcripts = {reader: list(tokens) for reader, tokens in transcripts.items()}
     turns: list[Turn] = []
     reference_s = 0.0
     bar = _Bar(len(order))
+    sizes = CacheConfig(
+        gpu_bytes=scene.device_bytes,
+        cpu_bytes=scene.host_bytes,
+        disk_bytes="64MiB",
+        disk_path=directory,
+        max_leases=1,
+    )
     with (
-        Cache(
-            layout, _sizes(layout, directory), model=f"demo-{arch}-{SEED}", device="cpu"
-        ) as cache,
+        Cache(layout, sizes, model=f"demo-{arch}-{SEED}", device="cpu") as cache,
         attach(model, cache) as adapter,
     ):
         for number, (initial, text) in enumerate(zip(order, passages, strict=False)):
@@ -157,51 +214,84 @@ def make_model(arch: str) -> Any:
     except ImportError as error:
         raise ImportError("the demo needs transformers: pip install transformers") from error
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    sizes: dict[str, Any] = {
-        "vocab_size": 256,
-        "hidden_size": 96,
-        "intermediate_size": 192,
-        "moe_intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 48,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "first_k_dense_replace": 1,
-        "max_position_embeddings": 8192,
-        "n_group": 1,
-        "topk_group": 1,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
     torch.manual_seed(SEED)
     model: Any
-    if arch == "v3":
-        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
+    if arch == "v4":
+        model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**_V4))
+    elif arch == "v3":
+        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**_DENSE_SIZES))
     else:
-        model = transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**sizes))
+        model = transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**_DENSE_SIZES))
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
+        for name, parameter in model.named_parameters():
+            if name.endswith(("position_bias", "sinks")):  # zero by default
+                parameter.normal_(0, 0.5)
+            elif parameter.dim() >= 2:
                 parameter.normal_(0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):  # which experts a token goes to
+                buffer.copy_(torch.randint(0, _V4["n_routed_experts"], buffer.shape))
     return model.eval()
 
 
-def _sizes(layout: Layout, directory: Path) -> CacheConfig:
-    """A device that holds one conversation and little more, a host of less than both."""
-    return CacheConfig(
-        gpu_bytes=DEVICE_PAGES * layout.page_bytes(),
-        cpu_bytes=HOST_PAGES * layout.frame_bytes(),
-        disk_bytes="64MiB",
-        disk_path=directory,
-    )
+_COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "max_position_embeddings": 8192,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_DENSE_SIZES: dict[str, Any] = {
+    **_COMMON,
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# One layer of each kind; windows and groups as in the released models, heads smaller.
+_V4: dict[str, Any] = {
+    **_COMMON,
+    "attn_implementation": "eager",
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "compress_ratios": [0, 4, 128],
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 32,
+    "sliding_window": 128,
+    "num_hash_layers": 1,
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 4,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 64,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 2048,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
 
 
 def _passages(count: int) -> list[str]:
@@ -279,7 +369,7 @@ def _print_table(served: Served) -> None:
         )
 
 
-def _verdict(first: Served, second: Served) -> int:
+def _verdict(scene: Scene, first: Served, second: Served) -> int:
     turns = first.turns + second.turns
     restored = {t: sum(turn.result.restored.get(t, 0) for turn in turns) for t in TIERS}
     after_restart = sum(turn.result.restored.get(Tier.DISK, 0) for turn in second.turns)
@@ -301,7 +391,7 @@ def _verdict(first: Served, second: Served) -> int:
         "device, host and disk each restored tokens": min(restored.values()) > 0,
         "the new process restored from disk": after_restart > 0,
         "device and host evicted": first.device_evictions > 0 and first.host_evictions > 0,
-        "the conversations are over 3,000 tokens long": longest > 3000,
+        f"the conversations are over {scene.longest:,} tokens long": longest > scene.longest,
         "two processes served": len({turn.process for turn in turns}) == 2,
     }
     for what, holds in checks.items():
