@@ -94,15 +94,22 @@ class WatchedStore(MemoryStore):
         self.tampered = False
         self.forgets = True
         """Every deletion so far was done."""
+        self.withheld: set[bytes] = set()
+        """Keys of records that an op was to bring and did not.  What was queued behind it, as
+        their children, is refused then, and rightly so."""
 
     def put_group(self, records: Any) -> None:
         failing = self._failures
+        keys = {record.key for record in records}
         try:
             super().put_group(records)
         except StoreError as error:
-            if not failing and not self.tampered and self.forgets:
+            orphans = any(record.parent in self.withheld for record in records)
+            if not failing and not self.tampered and self.forgets and not orphans:
                 self.violations.append(str(error))
+            self.withheld |= keys
             raise
+        self.withheld -= keys
 
     def delete(self, keys: Any) -> None:
         self.forgets &= not self._failures
@@ -122,19 +129,24 @@ class Plane(FaultyTransfer):
         super().__init__(inner, self._next())
         self._queue = fates
         self._store = store
-        self._op_kind = OpKind.PACK
+        self._op: kvtier.Op | None = None
 
     def start(self, op: kvtier.Op, *, packed: Any, done: Any) -> None:
-        self._op_kind = op.kind  # ops are started one at a time
+        self._op = op  # ops are started one at a time
         super().start(op, packed=packed, done=done)
 
     def _next(self) -> Iterator[Fate]:
         while True:
             fate = self._queue.popleft() if self._queue else Fate()
-            if self._op_kind is OpKind.DROP and fate.deliver is not None:
+            op = self._op
+            if op is not None and op.kind is OpKind.DROP and fate.deliver is not None:
                 assert self._store is not None
                 self._store.forgets = False
                 REACHED["not forgotten"] += 1
+            if op is not None and op.kind is OpKind.STORE and fate.deliver is not None:
+                assert self._store is not None
+                self._store.withheld.update(part.key for part in op.parts)
+                REACHED["not stored"] += 1
             REACHED["late"] += bool(fate.start_after)
             REACHED["reported late"] += bool(fate.report_after)
             REACHED["cut short"] += fate.deliver is not None
@@ -689,7 +701,7 @@ class CacheMachine(RuleBasedStateMachine):
             states = (tier.free, tier.resident, tier.reserved, tier.in_flight, tier.quarantined)
             assert sum(states) == tier.capacity
         if self.store is not None:
-            assert not self.store.violations
+            assert not self.store.violations, self.store.violations
 
     def poison(self) -> None:
         """Whatever nobody may read: free frames, and slots behind each lease's last token."""
