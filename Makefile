@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt torch numpy
 	$(BIN)/python -m pip install -q -c constraints.txt hatchling editables ruff mypy \
 	    pytest pytest-timeout pytest-xdist hypothesis
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[deepseek]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[deepseek,triton]'
 	touch $@
 
 demo: $(STAMP)
