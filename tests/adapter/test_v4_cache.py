@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvtier import Cache, Lease, Span, Tier
 from kvtier.kernels import RECORDS, write_records
+from kvtier.layouts import swa_c4_c128
 from kvtier_deepseek import Adapter, attach, generate
 from kvtier_deepseek.v4.attention import V4Attention
 from tests.adapter.models import full_logits, random_tokens
@@ -29,6 +30,7 @@ from tests.adapter.v4_kit import (
     run,
     stream,
 )
+from tests.shell.v4_kit import sized
 
 LOGITS = 5e-5
 FP8: dict[str, Any] = {}
@@ -282,6 +284,30 @@ def test_forks_equal_runs_of_their_own(at: int) -> None:
                 assert held(cache, each) == bytes_wanted
             for each in leases[1:]:
                 each.release()
+
+
+def test_rejected_drafts_leave_no_trace() -> None:
+    """E2: rings longer by ``max_draft`` keep what is still read, over the ends of groups, windows
+    and pages; entries and window rows of rejected tokens are written over."""
+    model, tokens = model_of(), stream()
+    layout = swa_c4_c128(layer_ratios=(0, 4, 128, 4), max_draft=4, **FP32)
+    config = sized(layout, gpu=8, cpu=0)
+    with Cache(layout, config, model="drafts", device="cpu") as cache:
+        pool: Any = cache._pool
+        pool.poison_all()
+        with attach(model, cache) as adapter, cache.lease([]) as lease:
+            for start in (120, 250, 378):  # each run goes over a multiple of 128
+                at = lease.num_tokens
+                near(feed(cache, adapter, (lease, tokens[at:start]))[0], expected()[at:start])
+                for accepted in (1, 5, 0, 2, 1, 3, 0, 4):
+                    at = lease.num_tokens
+                    wrong = [(t + 1) % 97 for t in tokens[at + accepted : at + 5]]
+                    right = tokens[at : at + accepted]
+                    with cache.step([(lease, right + wrong)]) as step:
+                        logits = adapter.forward(step, all_logits=True)
+                        step.accept(lease, accepted)
+                    near(logits[:accepted], expected()[at : at + accepted])
+                    poison_free(cache)
 
 
 def test_n_best_packed() -> None:

@@ -1,5 +1,6 @@
 """Caches for tiny V4 models, steps on them, and an HF oracle with the cache's rounding."""
 
+import inspect
 from collections.abc import Sequence
 from functools import cache as memo
 from pathlib import Path
@@ -184,5 +185,9 @@ def rounded_logits(model: Any, tokens: list[int]) -> Tensor:
                 return result
 
             layer.update_compressor_states = entries
-    logits: Tensor = model(input_ids=torch.tensor([tokens]), cache=held, use_cache=True).logits[0]
+    # Older releases know the cache by another name only, and swallow this one.
+    known = inspect.signature(model.forward).parameters
+    keyword = "cache" if "cache" in known else "past_key_values"
+    out = model(input_ids=torch.tensor([tokens]), use_cache=True, **{keyword: held})
+    logits: Tensor = out.logits[0]
     return logits
