@@ -419,29 +419,25 @@ BUGS = [
     Bug(
         "least recently used goes last",
         "eviction",
-        "class Lru:\n"
-        '    """Least recently used first; everything is let in."""\n\n'
-        "    def rank(self, tick: int, hits: int) -> int:\n        return tick",
-        "class Lru:\n"
-        '    """Least recently used first; everything is let in."""\n\n'
-        "    def rank(self, tick: int, hits: int) -> int:\n        return -tick",
+        "        return kind, self._policy.rank(tick, node.hits)",
+        "        return kind, -self._policy.rank(tick, node.hits)",
     ),
     Bug(
         "a queued page keeps its old rank",
         "eviction",
-        "            if fresh[0] > entry[0]:",
-        "            if False:",
+        "            elif fresh > rank:",
+        "            elif False:",
     ),
     Bug(
         "priority is ignored",
         "eviction",
-        "rank = self._policy.rank(node.tick, node.hits) + node.priority * _PRIORITY",
-        "rank = self._policy.rank(node.tick, node.hits)",
+        "        kind = node.priority, self._weighed",
+        "        kind = 0, self._weighed",
     ),
     Bug(
         "queues are never compacted",
         "eviction",
-        "            if len(self._heap) > self._limit:",
+        "            if self._entries > self._limit:",
         "            if False:",
     ),
     Bug(
@@ -472,14 +468,50 @@ BUGS = [
     Bug(
         "a page is pushed out of the host for its own child",
         "lower",
-        "        fits = self._make_room(guard, len(todo))",
-        "        fits = self._make_room(None, len(todo))",
+        "        fits = self._make_room((guard, self._last_checkpoint(path, first)), len(todo))",
+        "        fits = self._make_room((), len(todo))",
     ),
     Bug(
         "pages are stored whatever their hits",
         "lower",
         "        if node.hits < self.store_after_hits or not",
         "        if not",
+    ),
+    Bug(
+        "a prompt longer than the host loses its last checkpoint",
+        "lower",
+        "        return next((c for c in tails if c is not None), None)",
+        "        return None",
+    ),
+    Bug(
+        "a checkpoint pushes out pages of its own path",
+        "lower",
+        "self.residency.held(page, leaf):",
+        "self.residency.held(page):",
+    ),
+    Bug(
+        "what was passed keeps its worth",
+        "lower",
+        "                    self.residency.weigh_again(passed)",
+        "                    pass",
+    ),
+    Bug(
+        "history without a checkpoint waits its turn",
+        "checkpoints",
+        "        not node.pins\n",
+        "        False\n",
+    ),
+    Bug(
+        "what became the deepest checkpoint keeps its worth",
+        "residency",
+        "            self.weigh_again(tail)\n        else:",
+        "            pass\n        else:",
+    ),
+    Bug(
+        "what came back teaches nothing",
+        "residency",
+        "            self.policy.returned(*back)",
+        "            pass",
     ),
     Bug(
         "expendable checkpoints are written to disk",

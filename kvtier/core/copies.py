@@ -1,10 +1,14 @@
 """A copy: a page's history or a checkpoint in one tier, and what holds it there."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvtier.core.ops import Kind
 from kvtier.core.tree import Node
 from kvtier.types import Tier
+
+if TYPE_CHECKING:
+    from kvtier.core.checkpoints import Mark
 
 __all__ = ["CHECKPOINT", "CPU", "DISK", "GPU", "TIERS", "Copy", "promised"]
 
@@ -16,7 +20,17 @@ TIERS = (Tier.GPU, Tier.CPU, Tier.DISK)
 class Copy:
     """One kind of one page in one tier."""
 
-    __slots__ = ("expendable", "frames", "node", "queued", "readers", "ready", "slot", "writer")
+    __slots__ = (
+        "expendable",
+        "frames",
+        "mark",
+        "node",
+        "queued",
+        "readers",
+        "ready",
+        "slot",
+        "writer",
+    )
 
     def __init__(self, node: Node | None, slot: int, frames: tuple[int, ...], writer: int) -> None:
         self.node = node
@@ -29,7 +43,10 @@ class Copy:
         self.ready = not writer
         self.readers = 0
         self.expendable = False
-        self.queued = False
+        self.mark: Mark | None = None
+        """Of a checkpoint on the device or the host."""
+        self.queued = 0
+        """Its entry in the order of eviction; 0: none."""
 
     @property
     def tier(self) -> int:

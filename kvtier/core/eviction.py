@@ -1,15 +1,19 @@
 """Which copy leaves a tier first: policies, and the order that applies them.
 
 Recency is a counter; a touched path has one tick, so an ancestor is never older than a
-descendant, and among equals the deepest goes first.  Leaves only is ``residency``'s rule; an
+descendant, and among equals the deepest goes first.  Copies are queued by kind: found again or
+never, and how much they are worth per frame.  Of the heads of all queues that one leaves whose
+time without use is the longest for what it is worth.  Leaves only is ``residency``'s rule; an
 order merely proposes.
 """
 
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
+from math import exp
 from typing import TYPE_CHECKING
 
 from kvtier.config import EvictionPolicy
+from kvtier.core.checkpoints import LEVEL
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,29 +21,43 @@ if TYPE_CHECKING:
 
 __all__ = ["EvictionOrder", "Lru", "S3Fifo", "SecondTouch", "policy_for"]
 
-Entry = tuple[int, int, int, "Copy"]
-_PRIORITY = 1 << 56
-_EXPENDABLE = 1 << 54
+Entry = tuple[int, float, int, int, "Copy"]
+"""Priority, minus the time without use by worth, minus the depth, a serial number: lowest first."""
+Kind = tuple[int, bool, int]
+"""Priority, found again, class of worth."""
 
 
-class Lru:
+class Lru(EvictionPolicy):
     """Least recently used first; everything is let in."""
 
-    def rank(self, tick: int, hits: int) -> int:
-        return tick
+
+class SecondTouch(EvictionPolicy):
+    """Least recently used first, pages found again ``ratio`` times as late as others.
+
+    The ratio follows what comes back just after it was evicted: pages found again before make it
+    grow, others make it shrink towards 1, which is LRU.  Where it is high a full disk takes in
+    only what was found again.
+    """
+
+    GAIN, STEP, MOST, CHOOSY = 8.0, 0.05, 64.0, 4.0
+    """How fast it follows, how far in one request, its limit, and from where on a full disk is
+    choosy."""
+
+    def __init__(self) -> None:
+        self.ratio = 2.0
+
+    def weight(self, again: bool) -> float:
+        return self.ratio if again else 1.0
+
+    def returned(self, first: float, again: float) -> None:
+        step = max(-self.STEP, min(self.STEP, self.GAIN * (again - first)))
+        self.ratio = max(1.0, min(self.MOST, self.ratio * exp(step)))
 
     def admit(self, hits: int, *, full: bool) -> bool:
-        return True
+        return hits > 0 or not full or self.ratio < self.CHOOSY
 
 
-class SecondTouch(Lru):
-    """Least recently used first; a full tier lets in only what was found again once."""
-
-    def admit(self, hits: int, *, full: bool) -> bool:
-        return hits > 0 or not full
-
-
-class S3Fifo:
+class S3Fifo(EvictionPolicy):
     """Pages never found again leave first, in order of arrival; each hit (three at most) counts
     like ``generation`` younger ticks, after the idea of a small and a main queue."""
 
@@ -48,9 +66,6 @@ class S3Fifo:
 
     def rank(self, tick: int, hits: int) -> int:
         return tick + min(hits, 3) * self._generation
-
-    def admit(self, hits: int, *, full: bool) -> bool:
-        return True
 
 
 def policy_for(name: str | EvictionPolicy) -> EvictionPolicy:
@@ -66,71 +81,172 @@ def policy_for(name: str | EvictionPolicy) -> EvictionPolicy:
     raise ConfigError(f"unknown eviction policy {name!r}")
 
 
-class EvictionOrder:
-    """Candidates of one pool of frames, lowest rank first.
+def _level(copy: "Copy") -> int:
+    return LEVEL
 
-    A heap whose entries may be stale: a copy is queued at most once, and what its rank is worth
-    is looked at again when it comes to the top.
+
+class EvictionOrder:
+    """Candidates of one pool of frames; ``top`` is the next to go.
+
+    One heap per kind, lowest rank first.  Entries may be stale: a copy has one that counts
+    (``Copy.queued``), and what its kind and rank are is looked at again when it comes to the top.
+    ``standing`` tells a copy's class of worth (half octaves); ``weighed=False`` makes no
+    difference between pages found again and others, as in a tier above another.
     """
 
-    __slots__ = ("_evictable", "_heap", "_limit", "_policy", "_seq")
+    __slots__ = (
+        "_best",
+        "_entries",
+        "_evictable",
+        "_heads",
+        "_limit",
+        "_now",
+        "_policy",
+        "_queues",
+        "_seq",
+        "_standing",
+        "_weighed",
+    )
 
     def __init__(
-        self, policy: EvictionPolicy, evictable: "Callable[[Copy], bool]", size: int
+        self,
+        policy: EvictionPolicy,
+        evictable: "Callable[[Copy], bool]",
+        size: int,
+        standing: "Callable[[Copy], int]" = _level,
+        *,
+        weighed: bool = True,
     ) -> None:
         self._policy = policy
         self._evictable = evictable
-        self._heap: list[Entry] = []
+        self._standing = standing
+        self._weighed = weighed
+        self._queues: dict[Kind, list[tuple[int, int, int, Copy]]] = {}
+        self._best: Kind = (0, False, 0)
+        self._entries = 0
         self._limit = 2 * size + 64
         self._seq = 0
+        self._now = 0
+        self._heads: dict[Kind, Entry] = {}
+        """Of the queues that have been looked at since ``begin``."""
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return self._entries
+
+    def begin(self, now: int) -> None:
+        """Victims are to be chosen at tick ``now``; nothing changes until all have been."""
+        self._now = now
+        self._heads.clear()
 
     def entry(self, copy: "Copy") -> Entry:
-        node = copy.node
-        assert node is not None
-        rank = self._policy.rank(node.tick, node.hits) + node.priority * _PRIORITY
-        if copy.expendable:
-            rank -= _EXPENDABLE
+        """Where a copy stands among all others."""
+        kind, rank = self._place(copy)
         self._seq += 1
-        return rank, -node.depth, self._seq, copy
+        return self._entry(kind, rank, self._seq, copy)
+
+    def _entry(self, kind: Kind, rank: int, seq: int, copy: "Copy") -> Entry:
+        priority, again, standing = kind
+        age, weight = self._now - rank + 1, 2.0 ** (standing / 2)
+        if again:
+            weight *= self._policy.weight(True)
+        assert copy.node is not None
+        late = age / weight if age > 0 else age * weight
+        return priority, -late, -copy.node.depth, seq, copy
+
+    def _place(self, copy: "Copy") -> tuple[Kind, int]:
+        node, mark = copy.node, copy.mark
+        assert node is not None
+        tick = node.tick if mark is None or not mark.tick else mark.tick
+        kind = node.priority, self._weighed and node.hits > 0, self._standing(copy)
+        return kind, self._policy.rank(tick, node.hits)
 
     def push(self, copy: "Copy") -> None:
         """Offer a copy that may have become evictable."""
         if not copy.queued:
-            copy.queued = True
-            heappush(self._heap, self.entry(copy))
-            if len(self._heap) > self._limit:
+            kind, rank = self._place(copy)
+            assert copy.node is not None
+            self._seq += 1
+            copy.queued = self._seq
+            entry = rank, -copy.node.depth, self._seq, copy
+            heappush(self._queues.setdefault(kind, []), entry)
+            self._heads.pop(kind, None)
+            self._entries += 1
+            if self._entries > self._limit:
                 self._compact()
+
+    def again(self, copy: "Copy") -> None:
+        """Queue a copy anew: its kind may have changed."""
+        copy.queued = 0
+        self.push(copy)
 
     def top(self) -> Entry | None:
         """The best candidate, left where it is; None if there is none."""
-        heap = self._heap
-        while heap:
-            entry = heap[0]
-            copy = entry[3]
+        heads, moved = self._heads, True
+        while moved:
+            moved = False
+            for kind in list(self._queues) if len(heads) != len(self._queues) else ():
+                if kind in heads:
+                    continue
+                queue = self._queues[kind]
+                moved = self._settle(kind, queue) or moved
+                if queue:
+                    rank, _, seq, copy = queue[0]
+                    heads[kind] = self._entry(kind, rank, seq, copy)
+                else:
+                    del self._queues[kind]
+        if not heads:
+            return None
+        self._best = min(heads, key=heads.__getitem__)
+        return heads[self._best]
+
+    def _settle(self, kind: Kind, queue: "list[tuple[int, int, int, Copy]]") -> bool:
+        """Bring the head of a queue up to date; True if copies have moved to other queues."""
+        moved = False
+        while queue:
+            rank, depth, seq, copy = queue[0]
+            if copy.queued != seq:
+                self._drop(queue)
+                continue
             if copy.node is None or not self._evictable(copy):
-                heappop(heap)
-                copy.queued = False
+                self._drop(queue)
+                copy.queued = 0
                 continue
-            fresh = self.entry(copy)
-            if fresh[0] > entry[0]:
-                heapreplace(heap, fresh)
-                continue
-            return entry
-        return None
+            now, fresh = self._place(copy)
+            if now != kind:
+                self._drop(queue)
+                self.again(copy)
+                moved = True
+            elif fresh > rank:
+                self._seq += 1
+                copy.queued = self._seq
+                heapreplace(queue, (fresh, depth, self._seq, copy))
+            else:
+                break
+        return moved
+
+    def _drop(self, queue: "list[tuple[int, int, int, Copy]]") -> None:
+        heappop(queue)
+        self._entries -= 1
 
     def pop(self) -> "Copy":
         """Take the candidate that ``top`` has just shown."""
-        copy = heappop(self._heap)[3]
-        copy.queued = False
+        queue = self._queues[self._best]
+        del self._heads[self._best]
+        copy = queue[0][3]
+        self._drop(queue)
+        copy.queued = 0
         return copy
 
     def _compact(self) -> None:
-        """Forget entries of copies that are gone: at least half, a pool has no more copies."""
-        self._heap = [e for e in self._heap if e[3].node is not None]
-        heapify(self._heap)
+        """Forget stale entries: at least half, a pool has no more copies."""
+        self._entries = 0
+        self._heads.clear()
+        for kind, queue in list(self._queues.items()):
+            queue[:] = [e for e in queue if e[3].queued == e[2] and e[3].node is not None]
+            heapify(queue)
+            self._entries += len(queue)
+            if not queue:
+                del self._queues[kind]
 
     def extend(self, copies: "Iterable[Copy]") -> None:
         for copy in copies:

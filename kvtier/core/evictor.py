@@ -6,17 +6,16 @@ Proposes by the policies' order and carries out; what may leave is ``Residency.e
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
+from kvtier.core.checkpoints import hopeless
 from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, Copy, promised
 from kvtier.core.eviction import Entry
+from kvtier.core.ghosts import GHOST_BYTES
 from kvtier.core.tree import Node
 
 if TYPE_CHECKING:
     from kvtier.core.residency import Residency
 
-__all__ = ["GHOST_BYTES", "Evictor"]
-
-GHOST_BYTES = 64
-"""How much of a page's beginning is remembered of it."""
+__all__ = ["Evictor"]
 
 
 class Evictor:
@@ -61,7 +60,7 @@ class Evictor:
         checkpoint here, is done in place; the rest goes through ``detach``."""
         above: Node | None = None
         frames: list[int] = []
-        ghosts: list[bytes] = []
+        ghosts: list[tuple[bytes, bool]] = []
         gone = 0
         stride = self.residency.tree.stride
         slot = victims[0].tier if victims else GPU  # one pool, so one tier
@@ -71,7 +70,7 @@ class Evictor:
             assert node is not None and node.parent is not None
             if copy.slot != slot or node.copies[slot + CHECKPOINT]:
                 if copy.slot == slot and sum(c is not None for c in node.copies[:CHECKPOINT]) == 1:
-                    ghosts.append(node.page(stride)[:GHOST_BYTES])
+                    ghosts.append((node.page(stride)[:GHOST_BYTES], node.hits > 0))
                 self.residency.detach(copy)
                 continue
             if self.residency.events is not None:
@@ -93,7 +92,7 @@ class Evictor:
                 node.run = None
                 gone += 1
                 start = node.index * stride
-                ghosts.append(run.tokens[start : start + GHOST_BYTES])
+                ghosts.append((run.tokens[start : start + GHOST_BYTES], node.hits > 0))
                 if above.run is not run:
                     self.residency.tree.shrunk(run)
         if gone:
@@ -101,7 +100,7 @@ class Evictor:
             if above is not None and above.run is not None:
                 self.residency.tree.shrunk(above.run)
         if ghosts:
-            self.residency.remember(ghosts)
+            self.residency.ghosts.remember(ghosts)
         if frames:
             self.residency.pools[slot].give(frames)
         if above is not None:
@@ -110,20 +109,21 @@ class Evictor:
     def _fell_free(self, node: Node, slot: int) -> None:
         """The last child of ``node`` may have left this tier."""
         if node.kids[slot] == 0 and (copy := node.copies[slot]) is not None:
-            self.residency.offer(copy)
+            self.residency.became_leaf(node, copy)
         if node.depth:
             self.residency.prune(node)
 
     def _victims(self, slot: int, need: int) -> tuple[list[Copy], int]:
         """Copies that free ``need`` frames, children before parents; and what is missing."""
         order = self.residency.orders[slot]
+        order.begin(self.residency.tick)
         out: list[Copy] = []
         gone: dict[Copy, int] = {}
         local: list[Entry] = []
         while need > 0:
             top = order.top()
             if local and (top is None or local[0] < top):
-                copy = heappop(local)[3]
+                copy = heappop(local)[4]
             elif top is not None:
                 copy = order.pop()
             else:
@@ -140,6 +140,9 @@ class Evictor:
                 gone[up] = gone.get(up, 0) + 1
                 if not self._free_after(up, gone[up]):
                     break
+                if self._hopeless_after(up, copy, gone[up]):
+                    copy = up
+                    continue
                 entry = order.entry(up)
                 best = order.top()
                 if (best is not None and best < entry) or (local and local[0] < entry):
@@ -199,6 +202,14 @@ class Evictor:
         free = self.residency.evictable(up)
         node.kids[slot], node.copies[slot + CHECKPOINT] = kids, tail
         return free
+
+    def _hopeless_after(self, up: Copy, copy: Copy, gone: int) -> bool:
+        """Whether nothing can resume at ``up`` any more once ``copy`` and its likes are gone."""
+        if up.slot != CPU or not self.residency.geometry.has_tails:
+            return False
+        assert up.node is not None
+        checkpoint = copy.slot == CPU + CHECKPOINT
+        return hopeless(up.node, kids=0 if checkpoint else gone, checkpoint=checkpoint)
 
     def disk_room(self, frames: int) -> bool:
         """Free disk frames until ``frames`` fit, or change nothing."""

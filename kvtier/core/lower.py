@@ -6,6 +6,7 @@ chain.  What is skipped is counted and offered again when somebody uses the path
 
 from collections.abc import Iterable, Sequence
 
+from kvtier.core.checkpoints import passed_by
 from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, Copy
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import checkpoint_key
@@ -58,7 +59,7 @@ class Lower:
             return
         above = todo[0].parent
         guard = above.copies[CPU] if above is not None else None
-        fits = self._make_room(guard, len(todo))
+        fits = self._make_room((guard, self._last_checkpoint(path, first)), len(todo))
         self.dropped += len(todo) - fits
         frames = self.residency.pools[CPU].take(fits)
         for node, frame in zip(todo, frames, strict=False):
@@ -67,18 +68,33 @@ class Lower:
             target = self.residency.attach(node, CPU, (frame,), op_id)
             moves.append(Move(history_part(source, target), source, (target,)))
 
-    def _make_room(self, guard: Copy | None, want: int) -> int:
-        """Host frames for children of ``guard``, which must not be evicted for them."""
-        with self.residency.held(guard):
+    def _last_checkpoint(self, path: Sequence[Node], end: int) -> Copy | None:
+        """The deepest one of ``path[:end]`` on the host.  A prompt longer than the host keeps it:
+        for more pages without it nothing could resume there."""
+        if not self.geometry.has_tails:
+            return None
+        tails = (n.copies[CPU + CHECKPOINT] for n in reversed(path[:end]))
+        return next((c for c in tails if c is not None), None)
+
+    def _make_room(self, guards: Sequence[Copy | None], want: int) -> int:
+        """Host frames for the next pages of a path; ``guards`` must not be evicted for them."""
+        with self.residency.held(*guards):
             return self.residency.evictor.make_room(CPU, want)
 
     def _pack_checkpoints(self, path: Sequence[Node], op_id: int, moves: list[Move]) -> None:
-        frames = self.geometry.checkpoint_frames
+        frames, pool = self.geometry.checkpoint_frames, self.residency.pools[CPU]
+        on_host = (n.copies[CPU] for n in reversed(path))
+        leaf = next((c for c in on_host if c is not None), None)
+        last: Copy | None = None
+        before: Copy | None = None  # the two checkpoints above on the host
         for node in path:
             source, page = node.copies[GPU + CHECKPOINT], node.copies[CPU]
-            if source is None or page is None or node.copies[CPU + CHECKPOINT] is not None:
+            if (there := node.copies[CPU + CHECKPOINT]) is not None:
+                last, before = there, last
                 continue
-            with self.residency.held(page):
+            if source is None or page is None or (source.expendable and pool.free < frames):
+                continue
+            with self.residency.held(page, leaf):  # not its own path's pages: they come back
                 missing = self.residency.evictor.room(CPU, frames)
             if missing:
                 self.dropped += 1
@@ -87,6 +103,12 @@ class Lower:
                 node, CPU + CHECKPOINT, self.residency.pools[CPU].take(frames), op_id
             )
             target.expendable = source.expendable
+            if (mark := source.mark) is not None:
+                target.mark = mark
+                mark.above, mark.tick = last, self.residency.tick
+                for passed in passed_by(mark, (last, before)):
+                    self.residency.weigh_again(passed)
+            last, before = target, last
             moves.append(Move(history_part(source, target), source, (target,)))
 
     # ------------------------------------------------------------------ host -> disk

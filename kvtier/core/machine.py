@@ -79,7 +79,8 @@ class CacheCore:
         self.geometry = geometry
         self.chain = chain
         disk = None if entries is None else DiskTable(geometry.disk_frames, entries)
-        self.residency = Residency(geometry, chain, eviction, disk)
+        checkpoints = checkpoints or Adaptive()
+        self.residency = Residency(geometry, chain, eviction, disk, checkpoints)
         self.tails = TailPools(geometry.gpu_states, geometry.gpu_windows)
         self.operations = Operations(self.residency, self.tails)
         self.operations.read_only_disk = read_only_disk
@@ -103,7 +104,7 @@ class CacheCore:
             self.tables,
             self.lower,
             self.lifetimes,
-            checkpoints or Adaptive(),
+            checkpoints,
         )
         self._ids = count(1)
         self.branching = Branching(self.restore, self.writing, self._ids)

@@ -73,7 +73,7 @@ def explain(
             reason = "quarantined"
         elif _elsewhere(core, identity, data[: (i + 1) * stride], extras):
             reason = "other_identity"
-        elif res.seen_before(own):
+        elif own in res.ghosts:
             reason = "evicted"
         else:
             reason = "never_seen"
@@ -210,7 +210,8 @@ def digest(core: "CacheCore") -> bytes:
 def _copy_state(copy: Copy | None) -> tuple[object, ...] | None:
     if copy is None:
         return None
-    return (copy.slot, copy.frames, copy.ready, copy.readers, copy.writer, copy.expendable)
+    mark = None if copy.mark is None else copy.mark.state
+    return (copy.slot, copy.frames, copy.ready, copy.readers, copy.writer, copy.expendable, mark)
 
 
 def _lease_state(rec: LeaseRecord) -> tuple[object, ...]:

@@ -16,13 +16,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvtier.config import EvictionPolicy
+from kvtier.config import CheckpointPolicy, EvictionPolicy
+from kvtier.core.checkpoints import HOPELESS, LEVEL, Scale, hopeless
 from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, TIERS, Copy, promised
 from kvtier.core.disk import DiskTable
 from kvtier.core.eviction import EvictionOrder, policy_for
-from kvtier.core.evictor import GHOST_BYTES, Evictor
+from kvtier.core.evictor import Evictor
 from kvtier.core.frames import FramePool
 from kvtier.core.geometry import Geometry
+from kvtier.core.ghosts import GHOST_BYTES, Ghosts
 from kvtier.core.keys import chain_root, checkpoint_key, page_key
 from kvtier.core.tree import NEVER, Node, RadixTree
 from kvtier.types import Identity, Tier
@@ -39,21 +41,28 @@ class Residency:
         chain: bytes,
         eviction: str | EvictionPolicy,
         disk: DiskTable | None,
+        checkpoints: CheckpointPolicy,
     ) -> None:
         self.geometry = geometry
         self.chain = chain
         self.tree = RadixTree(geometry.page_tokens)
         self.evictor = Evictor(self)
         self.policy = policy_for(eviction)
+        self.scale = Scale(checkpoints, geometry.checkpoint_frames)
         self.pools = {
             GPU: FramePool(geometry.gpu_pages),
             CPU: FramePool(geometry.cpu_frames),
             GPU + CHECKPOINT: FramePool(geometry.gpu_checkpoints),
         }
         self.pools[CPU + CHECKPOINT] = self.pools[CPU]  # history and tails share one budget
+        host = geometry.cpu_frames > 0
         self.orders = {
-            s: EvictionOrder(self.policy, self.evictable, self.pools[s].size) for s in (GPU, CPU, 3)
+            s: EvictionOrder(self.policy, self.evictable, self.pools[s].size, weighed=not host)
+            for s in (GPU, GPU + CHECKPOINT)
         }
+        self.orders[CPU] = EvictionOrder(
+            self.policy, self.evictable, geometry.cpu_frames, self._standing
+        )
         self.orders[CPU + CHECKPOINT] = self.orders[CPU]
         self.disk = disk
         self.disk_nodes: dict[int, Node] = {}
@@ -69,14 +78,15 @@ class Residency:
         self.parked: dict[Copy, None] = {}
         """Host copies that belong to paused leases."""
         self._bare: tuple[Identity, Node] | None = None
-        self._ghosts: set[bytes] = set()
-        self._ghost_ring: deque[bytes] = deque()
+        self.ghosts = Ghosts(
+            geometry.cpu_frames or geometry.gpu_pages,
+            limit=1024 + 2 * (geometry.gpu_pages + geometry.cpu_frames),
+        )
         self.tick = 0
         self.evictions = [0, 0, 0]
         self.faults = [0, 0, 0]
         self.events: deque[tuple[str, bytes, Tier]] | None = None
         self.events_dropped = 0
-        self._ghost_limit = 1024 + 2 * (geometry.gpu_pages + geometry.cpu_frames)
 
     # ------------------------------------------------------------------ keys
     def root(self, identity: Identity) -> Node:
@@ -187,7 +197,7 @@ class Residency:
             assert parent is not None
             parent.kids[slot] -= 1
             if not parent.kids[slot] and (up := parent.copies[slot]) is not None:
-                self.offer(up)
+                self.became_leaf(parent, up)
             self._offer_above(node, slot)
         if copy.tier == DISK:
             self._forget_row(copy, node)
@@ -267,8 +277,12 @@ class Residency:
 
     def unpin(self, nodes: Sequence[Node]) -> None:
         """Drop one pin each; deepest first, so that what falls free is tidied up."""
+        leaf = self.geometry.has_tails and bool(nodes)
         for n in reversed(nodes):
             n.pins -= 1
+            if leaf and (host := n.copies[CPU]) is not None:
+                leaf = False  # nothing may be able to resume behind it any more
+                self.weigh_again(host)
             if not n.pins:
                 if n.run is None:
                     if (copy := n.copies[GPU]) is not None:
@@ -285,6 +299,8 @@ class Residency:
 
     def touch(self, nodes: Sequence[Node], hits: int = 0) -> None:
         """Stamp a whole path with one new tick; ``hits`` is 1 when it was found again."""
+        if hits and (back := self.ghosts.returned()) is not None:
+            self.policy.returned(*back)
         self.tick += 1
         tick = self.tick
         for n in nodes:
@@ -319,7 +335,7 @@ class Residency:
                 node.parent.kids[DISK] -= 1
                 copies[DISK] = copies[DISK + CHECKPOINT] = None
             else:
-                self.remember([node.page(self.tree.stride)[:GHOST_BYTES]])
+                self.ghosts.remember(((node.page(self.tree.stride)[:GHOST_BYTES], node.hits > 0),))
             self.tree.remove_leaf(node)
             assert node.parent is not None
             node = node.parent
@@ -351,20 +367,6 @@ class Residency:
                 self._unlink(copy, n)
         if parent is not None and parent.depth and parent.run is not None:
             self.prune(parent)
-
-    def remember(self, ghosts: Sequence[bytes]) -> None:
-        self._ghosts.update(ghosts)
-        self._ghost_ring.extend(ghosts)
-        while len(self._ghost_ring) > self._ghost_limit:
-            self._ghosts.discard(self._ghost_ring.popleft())
-
-    def seen_before(self, page: bytes) -> bool:
-        """Whether such a page was evicted lately: a hint, from how the page begins."""
-        return page[:GHOST_BYTES] in self._ghosts
-
-    def forget_ghosts(self) -> None:
-        self._ghosts.clear()
-        self._ghost_ring.clear()
 
     # ------------------------------------------------------------------ disk rows and nodes
     def load_row(self, parent: Node, data: bytes, page: int, extra: bytes, row: int) -> Node:
@@ -478,6 +480,29 @@ class Residency:
         return node not in self.kept_tails or any(
             c is not None and c.ready for c in node.copies[tail.slot + 1 :]
         )
+
+    def _standing(self, copy: Copy) -> int:
+        """How much a copy on the host is worth, as a class of ``checkpoints``."""
+        if not self.geometry.has_tails:
+            return LEVEL
+        node = copy.node
+        assert node is not None
+        if copy.mark is not None:
+            return self.scale.standing(copy.mark, deepest=not node.kids[CPU])
+        return HOPELESS if hopeless(node) else LEVEL
+
+    def became_leaf(self, node: Node, copy: Copy) -> None:
+        """The last child of a page has left its tier: its checkpoint is the deepest there now."""
+        tail = node.copies[CPU + CHECKPOINT]
+        if copy.slot == CPU and tail is not None:
+            self.weigh_again(tail)
+        else:
+            self.offer(copy)
+
+    def weigh_again(self, copy: Copy) -> None:
+        """A copy that may leave has become worth more or less."""
+        if copy.queued and copy.slot % 3 == CPU:
+            self.orders[CPU].again(copy)
 
     def offer(self, copy: Copy) -> None:
         """Queue a copy for eviction if it may leave."""

@@ -225,6 +225,11 @@ class Restore:
         node, tail = rec.nodes[-1], rec.tail
         assert tail is not None
         checkpoint.expendable = False  # one that served a hit has earned its place
+        if checkpoint.mark is not None:
+            checkpoint.mark.uses += 1
+            checkpoint.mark.tick = self.residency.tick + 1  # the lease is about to be counted
+            if (host := node.copies[CPU + CHECKPOINT]) is not None:
+                self.residency.weigh_again(host)
         on_disk = checkpoint.tier == DISK
         digest = self.residency.digest(node) if on_disk else b""
         part = Part(

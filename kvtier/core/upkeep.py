@@ -63,7 +63,7 @@ class Upkeep:
                 res.kill(node)
         self._clear_rows(identity)
         if identity is None:
-            res.forget_ghosts()
+            res.ghosts.clear()
 
     def _clear_rows(self, identity: Identity | None) -> None:
         res = self.residency

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.config import CheckpointPolicy
-from kvtier.core.copies import CHECKPOINT, GPU
+from kvtier.core.checkpoints import Mark
+from kvtier.core.copies import CHECKPOINT, CPU, GPU
 from kvtier.core.leases import LeaseRecord, LeaseTables
 from kvtier.core.lifetimes import Lifetimes
 from kvtier.core.lower import Lower
@@ -117,15 +118,15 @@ class Writing:
         """Device frames for the checkpoints due inside this step; what does not fit is skipped."""
         page, out = self.geometry.page_tokens, []
         pool = self.residency.pools[GPU + CHECKPOINT]
+        host = self.residency.pools[CPU]
+        spare = not host.size or host.free >= self.geometry.checkpoint_frames
         for row, (rec, n) in enumerate(zip(recs, counts, strict=True)):
             self.return_captures(rec)
             if not rec.write:
                 continue
             first = rec.length // page + 1
             for depth in range(first, (rec.length + n) // page + 1):
-                if inside_span(depth * page, rec.spans) or not self.checkpoints.due(
-                    depth, **self._place(rec, depth)
-                ):
+                if inside_span(depth * page, rec.spans) or not self._due(rec, depth, spare):
                     continue
                 if self.residency.evictor.room(GPU + CHECKPOINT, 1):
                     self.lower.dropped += 1
@@ -134,6 +135,14 @@ class Writing:
                 rec.captures.append((depth * page, frame))
                 out.append(Capture(row, depth * page, frame))
         return out
+
+    def _due(self, rec: LeaseRecord, depth: int, spare: bool) -> bool:
+        """Whether to capture at the end of a page.  Without ``spare`` room below it would go
+        nowhere unless it is to be kept."""
+        place = self._place(rec, depth)
+        if spare:
+            return self.checkpoints.due(depth, **place)
+        return self.checkpoints.keep(depth, **place) and self.checkpoints.due(depth, **place)
 
     def _place(self, rec: LeaseRecord, depth: int) -> dict[str, bool]:
         """What a checkpoint policy may know of a page end."""
@@ -219,7 +228,9 @@ class Writing:
             if frame >= 0 and node.copies[GPU + CHECKPOINT] is None:
                 rec.captures.remove(((i + 1) * page, frame))
                 copy = res.attach(node, GPU + CHECKPOINT, (frame,))
-                copy.expendable = not self.checkpoints.keep(i + 1, **self._place(rec, i + 1))
+                place = self._place(rec, i + 1)
+                copy.expendable = not self.checkpoints.keep(i + 1, **place)
+                copy.mark = Mark(i + 1, **place)
         return rec.nodes
 
     def _adopt(self, rec: LeaseRecord, i: int, node: Node) -> None:
@@ -227,7 +238,7 @@ class Writing:
         res = self.residency
         there = node.copies[GPU]
         if there is None and res.best(node) is None:  # nobody has had this page before
-            if res.seen_before(node.page(res.tree.stride)):
+            if res.ghosts.back(node.page(res.tree.stride)):
                 node.hits += 1
             self.lifetimes.born(node, rec)
         else:

@@ -16,7 +16,7 @@ LAYERS = [
     {"tokens", "config"},
     {"layouts"},
     {"core"},
-    {"seams", "sizing"},
+    {"seams", "sizing", "trace"},
     {"kernels", "stores", "exchange"},
     {"data"},
     {"pump", "step", "metrics"},
@@ -27,10 +27,10 @@ LAYERS = [
     {"cli"},
 ]
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
-PURE = {"errors", "types", "tokens", "config", "layouts", "core", "seams", "sizing"}
+PURE = {"errors", "types", "tokens", "config", "layouts", "core", "seams", "sizing", "trace"}
 # Of the standard library; `config` alone may ask os for `fspath`.
 IMPURE_STDLIB = {"threading", "time", "os", "random", "asyncio", "socket", "subprocess"}
-ALLOWED = {("config", "os.PathLike"), ("config", "os.fspath")}
+ALLOWED = {("config", "os.PathLike"), ("config", "os.fspath"), ("trace", "os.PathLike")}
 # `Cache.__init__` picks the data plane when none is given, and stores know no kernels.
 FORBIDDEN = {("data", "stores"), ("stores", "data")}
 # What the adapter may use: public names only.

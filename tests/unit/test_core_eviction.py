@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from kvtier.config import Adaptive, Dense
+from kvtier.config import Adaptive, Dense, EvictionPolicy
 from kvtier.core import eviction
 from kvtier.core.copies import CHECKPOINT, CPU, GPU
-from kvtier.core.eviction import Lru, S3Fifo, policy_for
+from kvtier.core.eviction import Lru, S3Fifo, SecondTouch, policy_for
 from kvtier.core.geometry import Geometry
 from kvtier.errors import ConfigError
 from kvtier.types import Tier
@@ -164,12 +165,9 @@ def test_s3fifo_counts_three_hits_at_most() -> None:
 
 
 def test_ones_own_policy() -> None:
-    class MostRecentFirst:
+    class MostRecentFirst(EvictionPolicy):
         def rank(self, tick: int, hits: int) -> int:
             return -tick
-
-        def admit(self, hits: int, *, full: bool) -> bool:
-            return True
 
     made = small(eviction=MostRecentFirst())
     for prompt in ([1], [2], [3]):
@@ -180,16 +178,45 @@ def test_ones_own_policy() -> None:
 
 def test_policies_by_name() -> None:
     assert type(policy_for("lru")) is Lru and isinstance(policy_for("s3fifo"), S3Fifo)
-    assert policy_for("adaptive").admit(1, full=True)
-    assert not policy_for("adaptive").admit(0, full=True)
-    assert policy_for("adaptive").admit(0, full=False)
+    assert isinstance(policy_for("adaptive"), SecondTouch)
     with pytest.raises(ConfigError, match="mru"):
         policy_for("mru")
 
 
-@pytest.mark.parametrize(("policy", "kept"), [("lru", [0, 1]), ("adaptive", [1, 0])])
-def test_admission_to_a_full_disk(policy: str, kept: list[int]) -> None:
-    """Adaptive lets only what was found again push others out."""
+def choosy(ratio: float) -> SecondTouch:
+    policy = SecondTouch()
+    policy.ratio = ratio
+    return policy
+
+
+def test_second_touch_is_choosy_only_where_that_has_paid() -> None:
+    assert choosy(4.0).admit(1, full=True) and choosy(4.0).admit(0, full=False)
+    assert not choosy(4.0).admit(0, full=True) and choosy(3.9).admit(0, full=True)
+
+
+def test_second_touch_follows_what_comes_back() -> None:
+    """At most a twentieth a request, never below LRU, never past its limit."""
+    policy = SecondTouch()
+    assert policy.weight(False) == 1.0 and policy.weight(True) == 2.0
+    policy.returned(first=0.0, again=0.001)
+    assert policy.ratio == pytest.approx(2.0 * math.exp(0.008))
+    policy.returned(first=0.0, again=9.0)
+    assert policy.ratio == pytest.approx(2.0 * math.exp(0.058))
+    policy.returned(first=0.5, again=0.5)
+    assert policy.ratio == pytest.approx(2.0 * math.exp(0.058))
+    for _ in range(99):
+        policy.returned(first=1.0, again=0.0)
+    assert policy.weight(True) == 1.0
+    for _ in range(199):
+        policy.returned(first=0.0, again=1.0)
+    assert policy.weight(True) == 64.0 and policy.weight(False) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"), [("lru", [0, 1]), (choosy(2.0), [0, 1]), (choosy(9.0), [1, 0])]
+)
+def test_admission_to_a_full_disk(policy: str | EvictionPolicy, kept: list[int]) -> None:
+    """Adaptive may let only what was found again push others out."""
     made = small(cpu=8, disk=1, eviction=policy)
     for prompt in ([1], [2]):
         made.serve(prompt)

@@ -229,7 +229,7 @@ def everything(made: FakeServer) -> tuple[Any, ...]:
         dict(made.disk.records),
         [(p.key, p.tiers) for p in core.pages()],
         core.explain(packed([1, 2, 3, 4, 5, 6, 7])),
-        sorted(residency._ghosts),
+        sorted(residency.ghosts._seen),
         list(core.events or ()),
     )
 
@@ -875,8 +875,8 @@ def test_nothing_grows_with_the_number_of_requests() -> None:
         "roots": len(residency.tree.roots),
         "identities on disk": len(residency.disk.root_keys),
         "nodes": residency.tree.num_nodes,
-        "ghosts": len(residency._ghosts) // 16,
-        "ghost ring": len(residency._ghost_ring) // 16,
+        "ghosts": len(residency.ghosts) // 16,
+        "ghost ring": len(residency.ghosts._ring) // 16,
         "device queue": len(residency.orders[GPU]),
         "expiring": len(core.lifetimes._expiring),
         "touched": len(residency.disk.touched),
