@@ -407,13 +407,13 @@ BUGS = [
     Bug(
         "the line above a victim ignores branches",
         "evictor",
-        "                or node.kids[slot] != 1\n",
+        "                or above.kids[slot] != 1\n",
         "",
     ),
     Bug(
         "the line above a victim ignores recency",
         "evictor",
-        "                or node.tick != tick\n",
+        "                or above.tick != tick\n",
         "",
     ),
     Bug(

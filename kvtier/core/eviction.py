@@ -7,8 +7,10 @@ time without use is the longest for what it is worth.  Leaves only is ``residenc
 order merely proposes.
 """
 
-from collections.abc import Callable, Iterable
-from heapq import heapify, heappop, heappush, heapreplace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heappop, heappush
+from itertools import chain
 from math import exp
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,8 @@ __all__ = ["EvictionOrder", "Lru", "S3Fifo", "SecondTouch", "policy_for"]
 
 Entry = tuple[int, float, int, int, "Copy"]
 """Priority, minus the time without use by worth, minus the depth, a serial number: lowest first."""
+Queued = tuple[int, int, int, "Copy"]
+"""Rank, minus the depth, a serial number."""
 Kind = tuple[int, bool, int]
 """Priority, found again, class of worth."""
 
@@ -85,10 +89,47 @@ def _level(copy: "Copy") -> int:
     return LEVEL
 
 
+class _Queue:
+    """Candidates of one kind, lowest rank first.  Most come in that order (the younger, the
+    later) and stand in line, whatever the length; the others are in a heap."""
+
+    __slots__ = ("_heap", "_line")
+
+    def __init__(self) -> None:
+        self._line: deque[Queued] = deque()
+        self._heap: list[Queued] = []
+
+    def __len__(self) -> int:
+        return len(self._line) + len(self._heap)
+
+    def __iter__(self) -> Iterator[Queued]:
+        """In no order."""
+        return chain(self._line, self._heap)
+
+    def push(self, entry: Queued) -> None:
+        if not self._line or self._line[-1] < entry:
+            self._line.append(entry)
+        else:
+            heappush(self._heap, entry)
+
+    def head(self) -> Queued:
+        line, heap = self._line, self._heap
+        return heap[0] if not line or (heap and heap[0] < line[0]) else line[0]
+
+    def pop(self) -> Queued:
+        line, heap = self._line, self._heap
+        return heappop(heap) if not line or (heap and heap[0] < line[0]) else line.popleft()
+
+    def compact(self) -> None:
+        """Forget entries that no longer count."""
+        live = (e for e in self if e[3].queued == e[2] and e[3].node is not None)
+        self._line, self._heap = deque(sorted(live)), []
+
+
 class EvictionOrder:
     """Candidates of one pool of frames; ``top`` is the next to go.
 
-    One heap per kind, lowest rank first.  Entries may be stale: a copy has one that counts
+    One queue per kind, lowest rank first.  Entries may be stale: a copy has one that counts
     (``Copy.queued``), and what its kind and rank are is looked at again when it comes to the top.
     ``standing`` tells a copy's class of worth (half octaves); ``weighed=False`` makes no
     difference between pages found again and others, as in a tier above another.
@@ -121,7 +162,7 @@ class EvictionOrder:
         self._evictable = evictable
         self._standing = standing
         self._weighed = weighed
-        self._queues: dict[Kind, list[tuple[int, int, int, Copy]]] = {}
+        self._queues: dict[Kind, _Queue] = {}
         self._best: Kind = (0, False, 0)
         self._entries = 0
         self._limit = 2 * size + 64
@@ -168,7 +209,9 @@ class EvictionOrder:
             self._seq += 1
             copy.queued = self._seq
             entry = rank, -copy.node.depth, self._seq, copy
-            heappush(self._queues.setdefault(kind, []), entry)
+            if (queue := self._queues.get(kind)) is None:
+                queue = self._queues[kind] = _Queue()
+            queue.push(entry)
             self._heads.pop(kind, None)
             self._entries += 1
             if self._entries > self._limit:
@@ -190,7 +233,7 @@ class EvictionOrder:
                 queue = self._queues[kind]
                 moved = self._settle(kind, queue) or moved
                 if queue:
-                    rank, _, seq, copy = queue[0]
+                    rank, _, seq, copy = queue.head()
                     heads[kind] = self._entry(kind, rank, seq, copy)
                 else:
                     del self._queues[kind]
@@ -199,11 +242,11 @@ class EvictionOrder:
         self._best = min(heads, key=heads.__getitem__)
         return heads[self._best]
 
-    def _settle(self, kind: Kind, queue: "list[tuple[int, int, int, Copy]]") -> bool:
+    def _settle(self, kind: Kind, queue: "_Queue") -> bool:
         """Bring the head of a queue up to date; True if copies have moved to other queues."""
         moved = False
         while queue:
-            rank, depth, seq, copy = queue[0]
+            rank, depth, seq, copy = queue.head()
             if copy.queued != seq:
                 self._drop(queue)
                 continue
@@ -219,21 +262,21 @@ class EvictionOrder:
             elif fresh > rank:
                 self._seq += 1
                 copy.queued = self._seq
-                heapreplace(queue, (fresh, depth, self._seq, copy))
+                queue.pop()
+                queue.push((fresh, depth, self._seq, copy))
             else:
                 break
         return moved
 
-    def _drop(self, queue: "list[tuple[int, int, int, Copy]]") -> None:
-        heappop(queue)
+    def _drop(self, queue: "_Queue") -> "Copy":
+        copy = queue.pop()[3]
         self._entries -= 1
+        return copy
 
     def pop(self) -> "Copy":
         """Take the candidate that ``top`` has just shown."""
-        queue = self._queues[self._best]
         del self._heads[self._best]
-        copy = queue[0][3]
-        self._drop(queue)
+        copy = self._drop(self._queues[self._best])
         copy.queued = 0
         return copy
 
@@ -242,8 +285,7 @@ class EvictionOrder:
         self._entries = 0
         self._heads.clear()
         for kind, queue in list(self._queues.items()):
-            queue[:] = [e for e in queue if e[3].queued == e[2] and e[3].node is not None]
-            heapify(queue)
+            queue.compact()
             self._entries += len(queue)
             if not queue:
                 del self._queues[kind]

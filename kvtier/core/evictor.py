@@ -3,6 +3,7 @@
 Proposes by the policies' order and carries out; what may leave is ``Residency.evictable``'s word.
 """
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
     from kvtier.core.residency import Residency
 
 __all__ = ["Evictor"]
+
+Line = list[Copy]
+"""Copies of consecutive pages of one run, deepest first, each needed by nothing but the one before
+it, and all ranked alike: nothing can come between them, so one look at the order does for all.
+Either none of these pages has another copy anywhere, or each has.  A checkpoint is a line of its
+own."""
+
+
+def _alone(node: Node) -> bool:
+    """Whether a page has one copy in all, of whatever kind."""
+    return node.copies.count(None) == len(node.copies) - 1
 
 
 class Evictor:
@@ -34,11 +46,12 @@ class Evictor:
             return 0
         if need > pool.size:
             return need - pool.size
-        victims, missing = self._victims(slot, need - pool.free)
+        lines, missing = self._victims(slot, need - pool.free)
         if missing:
+            victims = (copy for line in lines for copy in line)
             self.residency.orders[slot].extend(c for c in victims if self.residency.evictable(c))
             return missing
-        self._evict(victims)
+        self._evict(lines)
         return 0
 
     def make_room(self, slot: int, want: int) -> int:
@@ -50,61 +63,76 @@ class Evictor:
 
     def evict(self, slot: int, frames: int) -> int:
         """Drop up to ``frames`` frames' worth; returns how many frames were freed."""
-        victims, _ = self._victims(slot, frames)
-        freed = sum(len(c.frames) for c in victims)
-        self._evict(victims)
-        return freed
+        free = self.residency.pools[slot].free
+        lines, _ = self._victims(slot, frames)
+        self._evict(lines)
+        return self.residency.pools[slot].free - free
 
-    def _evict(self, victims: list[Copy]) -> None:
-        """Drop these copies, children before parents.  The common case, a page without a
+    def _evict(self, lines: Sequence[Line]) -> None:
+        """Drop these copies, children before parents.  The common case, pages without a
         checkpoint here, is done in place; the rest goes through ``detach``."""
+        res = self.residency
         above: Node | None = None
         frames: list[int] = []
         ghosts: list[tuple[bytes, bool]] = []
-        gone = 0
-        stride = self.residency.tree.stride
-        slot = victims[0].tier if victims else GPU  # one pool, so one tier
-        self.residency.evictions[slot] += sum(len(c.frames) for c in victims)
-        for copy in victims:
+        slot = lines[0][0].tier if lines else GPU  # one pool, so one tier
+        for line in lines:
+            copy = line[0]
             node = copy.node
-            assert node is not None and node.parent is not None
-            if copy.slot != slot or node.copies[slot + CHECKPOINT]:
-                if copy.slot == slot and sum(c is not None for c in node.copies[:CHECKPOINT]) == 1:
-                    ghosts.append((node.page(stride)[:GHOST_BYTES], node.hits > 0))
-                self.residency.detach(copy)
-                continue
-            if self.residency.events is not None:
-                self.residency.note("removed", self.residency.digest(node), slot)
+            assert node is not None
             if above is not None and above is not node:
                 self._fell_free(above, slot)
-            above = node.parent
-            above.kids[slot] -= 1
-            copies = node.copies
-            copies[slot] = copy.node = None
-            frames.append(copy.frames[0])
-            if copies[GPU] is None and copies[CPU] is None:
-                run = node.run
-                assert run is not None
-                if copies[DISK] is not None or node.pins:
-                    self.residency.prune(node)
-                    continue
-                run.nodes.pop()  # a leaf of its tier without other copies is a leaf of the tree
-                node.run = None
-                gone += 1
-                start = node.index * stride
-                ghosts.append((run.tokens[start : start + GHOST_BYTES], node.hits > 0))
-                if above.run is not run:
-                    self.residency.tree.shrunk(run)
-        if gone:
-            self.residency.tree.num_nodes -= gone
-            if above is not None and above.run is not None:
-                self.residency.tree.shrunk(above.run)
-        if ghosts:
-            self.residency.ghosts.remember(ghosts)
-        if frames:
-            self.residency.pools[slot].give(frames)
+                above = None
+            if copy.slot != slot or node.copies[slot + CHECKPOINT] is not None:
+                res.evictions[slot] += len(copy.frames)
+                if copy.slot == slot and sum(c is not None for c in node.copies[:CHECKPOINT]) == 1:
+                    ghosts.append((node.page(res.tree.stride)[:GHOST_BYTES], node.hits > 0))
+                res.detach(copy)
+                continue
+            if res.events is not None:
+                self._note(line)
+            frames += [c.frames[0] for c in line]
+            gone = _alone(node) and not node.pins
+            above = self._cut(line, ghosts) if gone else self._thin(line)
         if above is not None:
             self._fell_free(above, slot)
+        res.evictions[slot] += len(frames)
+        res.pools[slot].give(frames)
+        res.ghosts.remember(ghosts)
+
+    def _note(self, line: Line) -> None:
+        for copy in line:
+            assert copy.node is not None
+            self.residency.note("removed", self.residency.digest(copy.node), copy.slot)
+
+    def _cut(self, line: Line, ghosts: list[tuple[bytes, bool]]) -> Node:
+        """Take pages that are nowhere else out of the tree; returns the one above."""
+        tree, leaf, slot = self.residency.tree, line[0].node, line[0].slot
+        assert leaf is not None and leaf.run is not None
+        run, stop = leaf.run, leaf.index + 1
+        first = stop - len(line)
+        above = run.nodes[first - 1] if first else run.parent
+        above.kids[slot] -= 1
+        for copy in line:
+            copy.node = None
+        pages = range(first * tree.stride, stop * tree.stride, tree.stride)
+        again = leaf.hits > 0
+        ghosts += [(run.tokens[at : at + GHOST_BYTES], again) for at in pages]
+        tree.cut(run, first)
+        return above
+
+    def _thin(self, line: Line) -> Node:
+        """Take copies of pages that are in other tiers too; returns the page above."""
+        slot = line[0].slot
+        for copy in line:
+            node, copy.node = copy.node, None
+            assert node is not None and node.parent is not None
+            node.copies[slot] = None
+            above = node.parent
+            above.kids[slot] -= 1
+            if node.copies[GPU] is None and node.copies[CPU] is None:
+                self.residency.prune(node)
+        return above
 
     def _fell_free(self, node: Node, slot: int) -> None:
         """The last child of ``node`` may have left this tier."""
@@ -113,11 +141,11 @@ class Evictor:
         if node.depth:
             self.residency.prune(node)
 
-    def _victims(self, slot: int, need: int) -> tuple[list[Copy], int]:
+    def _victims(self, slot: int, need: int) -> tuple[list[Line], int]:
         """Copies that free ``need`` frames, children before parents; and what is missing."""
         order = self.residency.orders[slot]
         order.begin(self.residency.tick)
-        out: list[Copy] = []
+        out: list[Line] = []
         gone: dict[Copy, int] = {}
         local: list[Entry] = []
         while need > 0:
@@ -129,18 +157,20 @@ class Evictor:
             else:
                 break
             while True:
-                out.append(copy)
+                line = [copy]
+                out.append(line)
                 need -= len(copy.frames)
                 if need > 0 and copy.slot < CHECKPOINT:
-                    need -= self._line_above(copy, out, need)
-                    copy = out[-1]
-                up = self._needed_by(copy)
+                    self._line_above(copy, line, need)
+                    need -= len(line) - 1
+                last = line[-1]
+                up = self._needed_by(last)
                 if need <= 0 or up is None:
                     break
                 gone[up] = gone.get(up, 0) + 1
                 if not self._free_after(up, gone[up]):
                     break
-                if self._hopeless_after(up, copy, gone[up]):
+                if self._hopeless_after(up, last, gone[up]):
                     copy = up
                     continue
                 entry = order.entry(up)
@@ -151,34 +181,33 @@ class Evictor:
                 copy = up
         return out, max(0, need)
 
-    def _line_above(self, copy: Copy, out: list[Copy], need: int) -> int:
-        """Ancestors of a victim that nothing else needs and that rank as it does: taken without
-        asking the order, since nothing can come between."""
+    def _line_above(self, copy: Copy, line: Line, need: int) -> None:
+        """Put the pages before a victim, up to ``need`` of them, behind it in its line."""
         slot, node = copy.slot, copy.node
-        assert node is not None
-        tick, hits, priority, taken = node.tick, node.hits, node.priority, 0
-        while taken < need:
-            node = node.parent
-            assert node is not None
-            copies = node.copies
+        assert node is not None and node.run is not None
+        if not node.index or node.copies[slot + CHECKPOINT] is not None:
+            return
+        tick, hits, priority, alone = node.tick, node.hits, node.priority, _alone(node)
+        for above in reversed(node.run.nodes[max(0, node.index - need) : node.index]):
+            copies = above.copies
             up = copies[slot]
             if (
                 up is None
-                or node.tick != tick
-                or node.hits != hits
-                or node.priority != priority
-                or node.kids[slot] != 1
-                or node.pins
-                or node.keeps
+                or above.tick != tick
+                or above.hits != hits
+                or above.priority != priority
+                or above.kids[slot] != 1
+                or above.pins
+                or above.keeps
                 or up.readers
                 or not up.ready
-                or copies[slot + CHECKPOINT] is not None
-                or promised(copies, slot)
             ):
-                break
-            out.append(up)
-            taken += 1
-        return taken
+                return
+            if _alone(above) != alone:
+                return
+            if not alone and (copies[slot + CHECKPOINT] is not None or promised(copies, slot)):
+                return
+            line.append(up)
 
     def _needed_by(self, copy: Copy) -> Copy | None:
         """The copy in the same pool that this one keeps from being a leaf."""

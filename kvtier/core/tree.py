@@ -327,21 +327,23 @@ class RadixTree:
         if not children:
             run.parent.children = None
 
+    def cut(self, run: Run, first: int) -> None:
+        """Take the nodes of a run from ``first`` on, which nothing hangs on, out of the tree."""
+        nodes = run.nodes
+        for node in nodes[first:] if first else nodes:
+            node.run = None
+        self.num_nodes -= len(nodes) - first
+        if first == 0:
+            self._unhang(run)
+        del nodes[first:]
+        if len(run.tokens) > 2 * first * self.stride > 0:
+            run.tokens = run.tokens[: first * self.stride]
+
     def remove_leaf(self, node: Node) -> None:
         """Take a childless node out of the tree."""
         run = node.run
         assert run is not None and run.nodes[-1] is node and not node.children, "I7"
-        run.nodes.pop()
-        node.run = None
-        self.num_nodes -= 1
-        self.shrunk(run)
-
-    def shrunk(self, run: Run) -> None:
-        """Tidy up a run that has lost its last nodes."""
-        if not run.nodes:
-            self._unhang(run)
-        elif len(run.tokens) > 2 * len(run.nodes) * self.stride:
-            run.tokens = run.tokens[: len(run.nodes) * self.stride]
+        self.cut(run, node.index)
 
     def remove_subtree(self, node: Node) -> list[Node]:
         """Take a node and everything below it out of the tree; children before parents."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier.config import Adaptive, Dense, EvictionPolicy
 from kvtier.core import eviction
-from kvtier.core.copies import CHECKPOINT, CPU, GPU
+from kvtier.core.copies import CHECKPOINT, CPU, GPU, Copy
 from kvtier.core.eviction import Lru, S3Fifo, SecondTouch, policy_for
 from kvtier.core.geometry import Geometry
+from kvtier.core.tree import Node
 from kvtier.errors import ConfigError
 from kvtier.types import Tier
 from tests.property.server import FakeServer, packed, server
@@ -368,29 +371,32 @@ def test_on_the_device_a_checkpoint_goes_with_its_page() -> None:
 
 # ---------------------------------------------------------------------- cost
 @contextmanager
-def counted_heap() -> Iterator[list[int]]:
-    """Counts heap operations, weighted by the depth of the heap."""
-    count = [0]
-    originals = {name: getattr(eviction, name) for name in ("heappush", "heappop", "heapreplace")}
+def counted_work() -> Iterator[Counter[str]]:
+    """Counts candidates looked at, and heap operations."""
+    count: Counter[str] = Counter()
+    heaps = ("heappush", "heappop")
+    originals = [(eviction, name) for name in heaps] + [(eviction.EvictionOrder, "entry")]
+    functions = [getattr(owner, name) for owner, name in originals]
 
-    def wrap(name: str) -> Any:
-        def call(heap: list[Any], *args: Any) -> Any:
-            count[0] += 1
-            return originals[name](heap, *args)
+    def wrap(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            count[name] += 1
+            return function(*args)
 
         return call
 
-    for name in originals:
-        setattr(eviction, name, wrap(name))
+    for (owner, name), function in zip(originals, functions, strict=True):
+        setattr(owner, name, wrap(name, function))
     try:
         yield count
     finally:
-        for name, function in originals.items():
-            setattr(eviction, name, function)
+        for (owner, name), function in zip(originals, functions, strict=True):
+            setattr(owner, name, function)
 
 
 def test_evicting_costs_the_same_among_many_leaves() -> None:
-    """Heap operations to evict 256 pages: flat from a thousand to 16,000 leaves."""
+    """Candidates looked at to evict 256 pages: flat from a thousand to 16,000 leaves; and none
+    has to be sorted when they were used in the order in which they came."""
     costs = {}
     for leaves in (1_000, 16_000):
         made = small(gpu=2 * leaves)
@@ -401,11 +407,37 @@ def test_evicting_costs_the_same_among_many_leaves() -> None:
             core.commit([rec], [2], packed([i, i]).data)
             core.release(rec)
             core.settled.clear()
-        with counted_heap() as count:
+        with counted_work() as count:
             assert core.evict(Tier.GPU, 256)[0] == 256
-        costs[leaves] = count[0]
+        assert count["heappush"] == count["heappop"] == 0
+        costs[leaves] = count["entry"]
     assert costs[16_000] <= 1.1 * costs[1_000] + 8, costs
     assert 128 <= costs[1_000] <= 4 * 256
+
+
+def test_candidates_leave_in_order_whatever_order_they_came_in() -> None:
+    """Those that come in order queue, the others are sorted: together they leave in order."""
+    rng = np.random.default_rng(4)
+    order = eviction.EvictionOrder(eviction.Lru(), lambda copy: True, 512)
+    copies = []
+    for tick in rng.integers(0, 100, 512).tolist():
+        node = Node(None, None, 0, depth=int(rng.integers(1, 4)))
+        node.tick = tick
+        copies.append(Copy(node, GPU, (0,), 0))
+    order.extend(copies)
+    for i, copy in enumerate(copies[::5]):  # used again since they were queued
+        assert copy.node is not None
+        copy.node.tick = 200 - i
+    for copy in copies[::7]:
+        copy.node = None
+    order.begin(1000)
+    left = []
+    while order.top() is not None:
+        left.append(order.pop())
+    nodes = [copy.node for copy in left if copy.node is not None]
+    assert len(nodes) == len(left) == sum(c.node is not None for c in copies)
+    assert not len(order)
+    assert [n.tick for n in nodes] == sorted(n.tick for n in nodes)
 
 
 def test_queues_stay_bounded_when_nothing_is_evicted() -> None:
