@@ -337,10 +337,22 @@ BUGS = [
         "            if below.writer:\n                return True",
     ),
     Bug(
+        "the line above a victim ignores other tiers",
+        "evictor",
+        "            if _alone(above) != alone:\n",
+        "            if False:\n",
+    ),
+    Bug(
+        "children that begin alike are one",
+        "tree",
+        "            if isinstance(there, Run):",
+        "            if False:",
+    ),
+    Bug(
         "the line above a victim ignores what is still being made",
         "evictor",
-        "                or promised(copies, slot)\n",
-        "",
+        "is not None or promised(copies, slot)",
+        "is not None",
     ),
     Bug(
         "kept pages leave their last tier",

@@ -79,3 +79,20 @@ def test_a_page_above_a_victim_waits_for_its_own_host_copy() -> None:
     made.end(first)
     assert core.evict(Tier.GPU, 4)[0] == 1
     made.sound()
+
+
+def test_a_page_above_a_victim_waits_for_its_other_child() -> None:
+    """The other child is older but stays, as its host copy is still being made."""
+    made = server(Geometry(page_tokens=2, gpu_pages=6, cpu_frames=6, max_leases=2))
+    core = made.core
+    made.serve([1, 2, 3, 4])
+    made.drain()
+    made.serve([1, 2, 5, 6], read=False)
+    again = made.open([1, 2, 3, 4, 5])
+    assert again is not None
+    made.run(core.release(again))
+    assert core.evict(Tier.GPU, 6)[0] == 1
+    made.sound()
+    made.drain()
+    assert core.evict(Tier.GPU, 6)[0] == 2
+    made.sound()
