@@ -375,7 +375,7 @@ def counted_work() -> Iterator[Counter[str]]:
     """Counts candidates looked at, and heap operations."""
     count: Counter[str] = Counter()
     heaps = ("heappush", "heappop")
-    originals = [(eviction, name) for name in heaps] + [(eviction.EvictionOrder, "entry")]
+    originals = [(eviction, name) for name in heaps] + [(eviction.EvictionOrder, "_entry")]
     functions = [getattr(owner, name) for owner, name in originals]
 
     def wrap(name: str, function: Any) -> Any:
@@ -410,7 +410,7 @@ def test_evicting_costs_the_same_among_many_leaves() -> None:
         with counted_work() as count:
             assert core.evict(Tier.GPU, 256)[0] == 256
         assert count["heappush"] == count["heappop"] == 0
-        costs[leaves] = count["entry"]
+        costs[leaves] = count["_entry"]
     assert costs[16_000] <= 1.1 * costs[1_000] + 8, costs
     assert 128 <= costs[1_000] <= 4 * 256
 
