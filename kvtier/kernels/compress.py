@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtier.kernels.exact import exp_of_negative, sum_by_halves
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.slots import token_positions
 
@@ -147,21 +148,8 @@ def _pool(rows: _Rows, tokens: Tensor, ratio: int) -> Tensor:
         for part in range(parts)
     ]
     kv, score = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
-    weights = torch.exp(score - score.amax(dim=1, keepdim=True))
-    return _sum(weights * kv) / _sum(weights)
-
-
-def _sum(terms: Tensor) -> Tensor:
-    """Sum over dimension 1 by halves.
-
-    A library's sum may choose its order by the shape of the whole; here it depends on the number
-    of terms alone, so that an entry has the same bits however many others a call closes.
-    """
-    while (count := terms.shape[1]) > 1:
-        half = count // 2
-        folded = terms[:, :half] + terms[:, half : 2 * half]
-        terms = torch.cat((folded, terms[:, 2 * half :]), dim=1) if count % 2 else folded
-    return terms[:, 0]
+    weights = exp_of_negative(score - score.amax(dim=1, keepdim=True))
+    return sum_by_halves(weights * kv, 1) / sum_by_halves(weights, 1)
 
 
 def _write(rows: _Rows, batch: PagedBatch) -> None:

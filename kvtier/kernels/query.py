@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtier.kernels.casts import E4M3_MOST, e4m3_codes, power_of_two, round_to_bf16, tile_exponents
+from kvtier.kernels.exact import one_over_root, sum_by_halves
 from kvtier.kernels.records import FP8_FLOOR
 
 __all__ = [
@@ -21,9 +22,13 @@ __all__ = [
 
 
 def rms_norm(values: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
-    """``values`` (..., dim) over their root mean square, times ``weight`` (dim,) if any."""
+    """``values`` (..., dim) over their root mean square, times ``weight`` (dim,) if any.
+
+    Summed by halves, see ``exact``.
+    """
     exact = _exact(values)
-    normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+    mean = sum_by_halves(exact.square(), -1) / exact.shape[-1]
+    normed = exact * one_over_root(mean + eps)[..., None]
     return normed if weight is None else normed * weight.to(normed.dtype)
 
 
@@ -39,9 +44,15 @@ def rope(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((exact[..., :-width], rotated.flatten(-2)), dim=-1)
 
 
-def inverse_rope(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``rope`` undone: attention output whose values were keys, at the query's position."""
-    return rope(values, cos, -sin)
+def inverse_rope(
+    values: Tensor, cos: Tensor, sin: Tensor, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``rope`` undone: attention output whose values were keys, at the query's position.
+
+    Rounded once to ``dtype``, if given.
+    """
+    back = rope(values, cos, -sin)
+    return back if dtype is None else back.to(dtype)
 
 
 def norm_rope(values: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float) -> Tensor:
@@ -49,9 +60,15 @@ def norm_rope(values: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: 
     return rope(rms_norm(values, weight, eps=eps), cos, sin)
 
 
-def head_norm_rope(query: Tensor, cos: Tensor, sin: Tensor, *, eps: float) -> Tensor:
-    """Queries (n, heads, dim): each head normed on its own, without weight, then rotated."""
-    return rope(rms_norm(query, None, eps=eps), cos, sin)
+def head_norm_rope(
+    query: Tensor, cos: Tensor, sin: Tensor, *, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Queries (n, heads, dim): each head normed on its own, without weight, then rotated.
+
+    Rounded once to ``dtype``, if given.
+    """
+    turned = rope(rms_norm(query, None, eps=eps), cos, sin)
+    return turned if dtype is None else turned.to(dtype)
 
 
 def quantise_query(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

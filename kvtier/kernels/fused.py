@@ -1,0 +1,95 @@
+"""Several steps in one call: norm, rotation and packing of what is stored; compressing into pages.
+
+What kernels do in one launch or two, said with the references of the steps; other backends are held
+to these bytes.  Nothing here has results whose shape depends on data, so a backend may do all of it
+without asking the device, within a captured graph too.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvtier.kernels.compress import compress
+from kvtier.kernels.mla import PagedBatch
+from kvtier.kernels.query import norm_rope, quantise_query, rope
+from kvtier.kernels.records import Record, write_records
+
+__all__ = ["compress_write", "index_query", "write_normed"]
+
+
+def write_normed(
+    storage: Tensor,
+    slots: Tensor,
+    values: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    record: Record,
+    *,
+    eps: float,
+) -> None:
+    """Norm ``values`` (n, dim), rotate the last of each, and write them as ``write_records`` does.
+
+    ``weight`` (dim,); ``cos`` and ``sin`` (n, pairs) of each row's position.  The norm is summed by
+    halves, in float32 or wider.
+    """
+    rows = norm_rope(values, weight, cos, sin, eps=eps)
+    write_records(storage, slots, rows, record)
+
+
+def compress_write(
+    kv: Tensor,
+    score: Tensor,
+    states: Sequence[Tensor],
+    batch: PagedBatch,
+    state_slots: Tensor,
+    storage: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    record: Record,
+    *,
+    ratio: int,
+    ring: int,
+    eps: float,
+    captures: Tensor | None = None,
+    frames: Sequence[Tensor | None] = (),
+) -> None:
+    """Take the call's tokens into the rings, and write the entries that they close.
+
+    ``kv`` to ``state_slots``, ``ratio`` and ``ring`` are those of ``compress``.  Token i, if it
+    closes an entry, has it normed with ``weight`` (head_dim,), rotated by ``cos[i]`` and ``sin[i]``
+    (the position of the entry's first token), and written to ``slots[i]`` of ``storage``, -1 for
+    none; ``slots`` and rotation of other tokens are not looked at.
+
+    ``captures`` (c, 3) of any integer type holds a row of the batch, a position and a frame for
+    each checkpoint due, as in ``compress``; a row of -1 is none.  For each state ``frames`` has the
+    checkpoints' frames (frames, count, 2 * head_dim), which get the ``count`` rows before the
+    position, or None for a state that checkpoints do not hold.
+    """
+    due = [] if captures is None else [c for c in captures.tolist() if c[0] >= 0]
+    closed = compress(
+        kv,
+        score,
+        states,
+        batch,
+        state_slots,
+        ratio=ratio,
+        ring=ring,
+        captures=[(row, position) for row, position, _ in due],
+        capture_slots=[0 if f is None else f.shape[1] for f in frames],
+    )
+    for frame, rows in zip(frames, closed.captured, strict=False):
+        if frame is not None and due:
+            frame[torch.tensor([f for *_, f in due], device=frame.device)] = rows
+    at = closed.tokens
+    write_normed(storage, slots[at], closed.values, weight, cos[at], sin[at], record, eps=eps)
+
+
+def index_query(
+    query: Tensor, weights: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Indexer queries (n, heads, dim), rotated and then quantised as ``quantise_query`` does."""
+    return quantise_query(rope(query, cos, sin), weights)

@@ -1,0 +1,295 @@
+"""Compressing into pages in triton: pool, norm, rotate and pack; then the rings move on.
+
+Grids depend on shapes alone and nothing is asked of the device, so a captured graph may be replayed
+with other lengths, slots and captures in the same tensors: of the batch only ``cu_seqlens_q``,
+``kv_lens_device`` are read.  Rings are written by a launch of their own, behind the one that reads
+them.  State slots and slots out of range are skipped, not raised for.
+"""
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvtier.kernels.mla import PagedBatch
+from kvtier.kernels.records import Record
+from kvtier.kernels.triton_values import (
+    exp_of_negative,
+    over_root_mean_square,
+    rotated,
+    store_record,
+    sum_by_halves,
+)
+from kvtier.kernels.triton_write import pool_of
+
+__all__ = ["compress_write"]
+
+TILE_VALUES = 8192
+"""Candidate values of one program's tile, at most."""
+
+
+def compress_write(
+    kv: Tensor,
+    score: Tensor,
+    states: Sequence[Tensor],
+    batch: PagedBatch,
+    state_slots: Tensor,
+    storage: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    record: Record,
+    *,
+    ratio: int,
+    ring: int,
+    eps: float,
+    captures: Tensor | None = None,
+    frames: Sequence[Tensor | None] = (),
+) -> None:
+    """``kvtier.kernels.compress_write``; states are float32, groups and dimensions powers of two."""
+    dim = _check(kv, score, states, slots, weight, cos, sin, ratio, ring)
+    page_stride, per_page, there = pool_of(storage, record)
+    n = kv.shape[0]
+    if not n:
+        return
+    parts = len(states)
+    # What all three launches take: the step's rows, and where the rings' rows are.
+    source = (
+        kv,
+        score,
+        kv.stride(0),
+        states[0],
+        states[-1],
+        states[0].stride(0),
+        states[-1].stride(0),
+        ring,
+        states[0].shape[0] // ring,
+        state_slots,
+        batch.cu_seqlens_q,
+        batch.kv_lens_device,
+        batch.kv_lens_device.shape[0],
+    )
+    if captures is not None and captures.shape[0]:
+        for part, frame in enumerate(frames):
+            if frame is not None and frame.shape[1]:
+                _check_frames(frame, captures, dim)
+                _capture[(captures.shape[0], frame.shape[1])](
+                    *source, captures, captures.stride(0), frame, *frame.stride()[:2],
+                    frame.shape[0], frame.shape[1], part, PARTS=parts, DIM=dim,
+                )  # fmt: skip
+    tile = min(dim, TILE_VALUES // (parts * ratio))
+    _close[(n,)](
+        *source,
+        storage,
+        page_stride,
+        per_page,
+        there,
+        slots,
+        weight,
+        cos,
+        sin,
+        cos.stride(0),
+        eps,
+        RATIO=ratio,
+        PARTS=parts,
+        DIM=dim,
+        TILE=tile,
+        PAIRS=cos.shape[1],
+        RECORD=record.name,
+        num_warps=8 if parts * ratio > 8 else 4,
+        enable_fp_fusion=False,
+    )
+    _move_on[(n,)](*source, PARTS=parts, DIM=dim)
+
+
+def _check(
+    kv: Tensor,
+    score: Tensor,
+    states: Sequence[Tensor],
+    slots: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    ratio: int,
+    ring: int,
+) -> int:
+    (n, width), parts = kv.shape, len(states)
+    dim = width // parts
+    if score.shape != kv.shape or score.stride() != kv.stride() or kv.stride(1) != 1:
+        raise ValueError(f"kv {tuple(kv.shape)} and score {tuple(score.shape)}, {kv.stride()}")
+    if any(s.shape != (states[0].shape[0], 2 * dim) or s.stride(1) != 1 for s in states):
+        raise ValueError(f"states {[tuple(s.shape) for s in states]} for {width} columns")
+    if not 1 <= parts <= 2 or any(s.element_size() != 4 for s in states):
+        raise ValueError(f"{parts} states of {states[0].dtype}")
+    if (dim & (dim - 1)) or (parts * ratio) & (parts * ratio - 1):
+        raise ValueError(f"{dim=} and {parts} groups of {ratio}: powers of two only")
+    if ring < parts * ratio or states[0].shape[0] % ring:
+        raise ValueError(f"{ring=} for groups of {ratio} and states of {states[0].shape[0]} rows")
+    if slots.shape[0] != n or cos.shape[0] != n or cos.shape != sin.shape:
+        raise ValueError(f"{n} tokens, {slots.shape[0]} slots, rotation {tuple(cos.shape)}")
+    if cos.stride() != sin.stride() or cos.stride(1) != 1 or weight.shape != (dim,):
+        raise ValueError(f"rotation of strides {cos.stride()}, weight {tuple(weight.shape)}")
+    return dim
+
+
+def _check_frames(frame: Tensor, captures: Tensor, dim: int) -> None:
+    if frame.shape[2] != 2 * dim or frame.stride(2) != 1 or captures.shape[1] != 3:
+        raise ValueError(f"frames {tuple(frame.shape)}, captures {tuple(captures.shape)}")
+    if captures.stride(1) != 1:
+        raise ValueError(f"captures with strides {captures.stride()}")
+
+
+@triton.jit
+def _sequence_of(token, offsets, sequences):
+    """The sequence whose tokens ``token`` is one of."""
+    low = token * 0
+    high = low + sequences
+    while low + 1 < high:
+        middle = (low + high) // 2
+        mine = tl.load(offsets + middle) <= token
+        low = tl.where(mine, middle, low)
+        high = tl.where(mine, high, middle)
+    return low
+
+
+@triton.jit
+def _place(token, offsets, lengths, sequences):
+    """Sequence, position (negative in a padding row), context and first token, of a token."""
+    b = _sequence_of(token, offsets, sequences)
+    first = tl.load(offsets + b).to(tl.int64)
+    stop = tl.load(lengths + b).to(tl.int64)
+    context = stop - (tl.load(offsets + b + 1).to(tl.int64) - first)
+    return b, context + token - first, context, first
+
+
+@triton.jit
+def _candidates(
+    kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring,
+    slot, context, first, positions, columns, part,
+    PARTS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """kv and score, each (rows, columns), of one sequence at ``positions`` (rows,).
+
+    ``part`` (rows,) says through which columns; those before the start are 0 and -inf.
+    """
+    new = (positions >= context) & (positions >= 0)
+    old = (positions >= 0) & (positions < context)
+    token = first + positions - context
+    at = (token * kv_stride + part * DIM)[:, None] + columns[None, :]
+    k = tl.load(kv + at, mask=new[:, None], other=0.0).to(tl.float32)
+    s = tl.load(score + at, mask=new[:, None], other=float("-inf")).to(tl.float32)
+    row = slot * ring + positions % ring
+    in_b = old & (part == PARTS - 1)
+    at = (row * stride_b)[:, None] + columns[None, :]
+    old_k = tl.load(state_b + at, mask=in_b[:, None], other=0.0)
+    old_s = tl.load(state_b + DIM + at, mask=in_b[:, None], other=float("-inf"))
+    k = tl.where(in_b[:, None], old_k, k)
+    s = tl.where(in_b[:, None], old_s, s)
+    if PARTS == 2:
+        in_a = old & (part == 0)
+        at = (row * stride_a)[:, None] + columns[None, :]
+        old_k = tl.load(state_a + at, mask=in_a[:, None], other=0.0)
+        old_s = tl.load(state_a + DIM + at, mask=in_a[:, None], other=float("-inf"))
+        k = tl.where(in_a[:, None], old_k, k)
+        s = tl.where(in_a[:, None], old_s, s)
+    return k, s
+
+
+@triton.jit(
+    do_not_specialize=["ring_slots", "sequences", "there", "eps"],
+    do_not_specialize_on_alignment=["state_slots", "offsets", "lengths", "slots"],
+)
+def _close(
+    kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring, ring_slots,
+    state_slots, offsets, lengths, sequences,
+    storage, page_stride, per_page, there, slots, weight, cos, sin, turn_stride, eps,
+    RATIO: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    PAIRS: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
+    """The entry that this program's token closes, if it does, from candidates to bytes."""
+    token = tl.program_id(0).to(tl.int64)
+    b, position, context, first = _place(token, offsets, lengths, sequences)
+    slot = tl.load(state_slots + b).to(tl.int64)
+    target = tl.load(slots + token).to(tl.int64)
+    closes = (position >= 0) & ((position + 1) % RATIO == 0)
+    inside = (slot >= 0) & (slot < ring_slots) & (target >= 0) & (target < there)
+    if closes & inside:
+        candidate = tl.arange(0, PARTS * RATIO)
+        positions = position + 1 - PARTS * RATIO + candidate
+        pooled = tl.zeros((DIM // TILE, TILE), tl.float32)
+        block = tl.arange(0, DIM // TILE)
+        for i in range(DIM // TILE):
+            k, s = _candidates(
+                kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring,
+                slot, context, first, positions, i * TILE + tl.arange(0, TILE),
+                candidate // RATIO, PARTS, DIM,
+            )  # fmt: skip
+            w = exp_of_negative(s - tl.max(s, axis=0)[None, :])
+            mean = tl.div_rn(sum_by_halves(w * k), sum_by_halves(w))
+            pooled = tl.where((block == i)[:, None], mean, pooled)
+        at = tl.arange(0, DIM)
+        x = over_root_mean_square(tl.reshape(pooled, (DIM,)), eps)
+        x = x * tl.load(weight + at).to(tl.float32)
+        x = rotated(x, cos + token * turn_stride, sin + token * turn_stride, PAIRS, False)
+        store_record(x, storage, page_stride, per_page, target, RECORD)
+
+
+@triton.jit(
+    do_not_specialize=["ring_slots", "sequences"],
+    do_not_specialize_on_alignment=["state_slots", "offsets", "lengths"],
+)
+def _move_on(
+    kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring, ring_slots,
+    state_slots, offsets, lengths, sequences,
+    PARTS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """This program's token into the rings, if it is one of its sequence's last."""
+    token = tl.program_id(0).to(tl.int64)
+    b, position, _, _ = _place(token, offsets, lengths, sequences)
+    slot = tl.load(state_slots + b).to(tl.int64)
+    last = (position >= 0) & (position >= tl.load(lengths + b).to(tl.int64) - ring)
+    if last & (slot >= 0) & (slot < ring_slots):
+        at = tl.arange(0, DIM)
+        row = slot * ring + position % ring
+        for part in tl.static_range(PARTS):
+            k = tl.load(kv + token * kv_stride + part * DIM + at).to(tl.float32)
+            s = tl.load(score + token * kv_stride + part * DIM + at).to(tl.float32)
+            if part == PARTS - 1:
+                there = state_b + row * stride_b
+            else:
+                there = state_a + row * stride_a
+            tl.store(there + at, k)
+            tl.store(there + DIM + at, s)
+
+
+@triton.jit(
+    do_not_specialize=["ring_slots", "sequences", "num_frames", "part"],
+    do_not_specialize_on_alignment=["state_slots", "offsets", "lengths", "captures"],
+)
+def _capture(
+    kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring, ring_slots,
+    state_slots, offsets, lengths, sequences,
+    captures, capture_stride, frames, frame_stride, row_stride, num_frames, count, part,
+    PARTS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """One row of one checkpoint's frame."""
+    capture = captures + tl.program_id(0).to(tl.int64) * capture_stride
+    b = tl.load(capture).to(tl.int64)
+    frame = tl.load(capture + 2).to(tl.int64)
+    if (b >= 0) & (b < sequences) & (frame >= 0) & (frame < num_frames):
+        nth = tl.program_id(1)
+        first = tl.load(offsets + b).to(tl.int64)
+        context = tl.load(lengths + b).to(tl.int64) - (tl.load(offsets + b + 1) - first)
+        slot = tl.load(state_slots + b).to(tl.int64)
+        at = tl.arange(0, DIM)
+        one = tl.zeros((1,), tl.int64)
+        position = tl.load(capture + 1).to(tl.int64) - count + nth + one
+        k, s = _candidates(
+            kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring,
+            slot, context, first, position, at, part + one, PARTS, DIM,
+        )  # fmt: skip
+        there = frames + frame * frame_stride + nth * row_stride
+        tl.store(there + at, tl.reshape(k, (DIM,)))
+        tl.store(there + DIM + at, tl.reshape(s, (DIM,)))

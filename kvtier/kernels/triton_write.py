@@ -1,0 +1,203 @@
+"""Paged writers in triton: plain rows, packed records, and norm and rotation on the way in.
+
+One program a row.  Addresses are 64 bits wide.  The device alone looks at slots: -1 is skipped, and
+so is a slot past the pool, since raising would take a wait for the device.  Shapes are checked on
+the host.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvtier.kernels.records import Record
+from kvtier.kernels.triton_values import cast, over_root_mean_square, rotated
+from kvtier.kernels.triton_values import store_record, store_rope
+
+__all__ = ["pool_of", "write_normed", "write_records", "write_rows"]
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def write_rows(rows: Tensor, slots: Tensor, values: Tensor) -> None:
+    """``kvtier.kernels.write_rows``."""
+    if values.shape != (slots.shape[0], rows.shape[-1]):
+        raise ValueError(
+            f"values {tuple(values.shape)} do not match {slots.shape[0]} slots of "
+            f"{rows.shape[-1]} values"
+        )
+    _check_adjacent(rows, values)
+    if not values.shape[0]:
+        return
+    if values.dtype == rows.dtype:  # bytes as they are, whatever they mean
+        rows, values = rows.view(_WORDS[rows.itemsize]), values.view(_WORDS[rows.itemsize])
+    _write_rows[(values.shape[0],)](
+        rows,
+        rows.stride(0),
+        rows.shape[0],
+        slots,
+        values,
+        values.stride(0),
+        WIDTH=values.shape[1],
+        BLOCK=triton.next_power_of_2(values.shape[1]),
+        num_warps=4,
+    )
+
+
+def write_records(storage: Tensor, slots: Tensor, values: Tensor, record: Record) -> None:
+    """``kvtier.kernels.write_records``."""
+    if record.pack is None:
+        write_rows(storage, slots, values)
+        return
+    _write(storage, slots, values, record)
+
+
+def write_normed(
+    storage: Tensor,
+    slots: Tensor,
+    values: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    record: Record,
+    *,
+    eps: float,
+) -> None:
+    """``kvtier.kernels.write_normed``."""
+    _check_rotation(values, weight, cos, sin)
+    _write(storage, slots, values, record, weight, cos, sin, eps)
+
+
+def pool_of(storage: Tensor, record: Record) -> tuple[int, int, int]:
+    """Elements from page to page, slots of a page and slots there are; plain rows have pages of 1.
+
+    Raises ValueError for what is no pool of these records.
+    """
+    if record.pack is None:
+        _check_adjacent(storage)
+        return storage.stride(0), 1, storage.shape[0]
+    if storage.dim() != 2 or storage.dtype is not torch.uint8 or storage.stride(1) != 1:
+        raise ValueError(
+            f"{record.name!r} records lie in (pages, page_bytes) bytes, adjacent within a page, "
+            f"not in {storage.dtype} {tuple(storage.shape)}"
+        )
+    if storage.data_ptr() % 4 or storage.stride(0) % 4:
+        raise ValueError("pages of records begin at multiples of 4 bytes")
+    per_page = record.slots_of(storage.shape[1])
+    return storage.stride(0), per_page, storage.shape[0] * per_page
+
+
+def _write(
+    storage: Tensor,
+    slots: Tensor,
+    values: Tensor,
+    record: Record,
+    weight: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    if values.dim() != 2 or values.shape != (slots.shape[0], record.dim or storage.shape[-1]):
+        raise ValueError(
+            f"values {tuple(values.shape)} do not match {slots.shape[0]} slots of "
+            f"{record.dim or storage.shape[-1]} values"
+        )
+    page_stride, per_page, there = pool_of(storage, record)
+    _check_adjacent(values)
+    if not values.shape[0]:
+        return
+    rope = values.shape[1] % 128  # what lies behind the quantised part of a latent row
+    _write_records[(values.shape[0],)](
+        storage,
+        page_stride,
+        per_page,
+        there,
+        slots,
+        values,
+        values.stride(0),
+        weight,
+        cos,
+        sin,
+        0 if cos is None else cos.stride(0),
+        eps,
+        RECORD=record.name,
+        DIM=values.shape[1] - rope,
+        ROPE=rope,
+        PAIRS=0 if cos is None else cos.shape[1],
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+
+
+def _check_rotation(values: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> None:
+    n, dim = values.shape
+    if weight.shape != (dim,) or cos.shape != sin.shape or cos.shape[0] != n:
+        raise ValueError(
+            f"values {tuple(values.shape)}, weight {tuple(weight.shape)}, rotation "
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if cos.stride() != sin.stride() or cos.stride(1) != 1 or 2 * cos.shape[1] > dim:
+        raise ValueError(f"rotation {tuple(cos.shape)} of {dim} values, strides {cos.stride()}")
+    if dim & (dim - 1):
+        raise ValueError(f"rows of {dim} values: normed here are powers of two")
+
+
+def _check_adjacent(*rows: Tensor) -> None:
+    for tensor in rows:
+        if tensor.dim() != 2 or tensor.stride(1) != 1:
+            raise ValueError(f"rows {tuple(tensor.shape)} with strides {tensor.stride()}")
+
+
+# The counts and small vectors of a step take whatever value and alignment they have: a kernel is
+# compiled once for a pool, not once for every kind of number.
+
+
+@triton.jit(do_not_specialize=["there"], do_not_specialize_on_alignment=["slots"])
+def _write_rows(
+    rows, stride, there, slots, values, values_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if (slot >= 0) & (slot < there):
+        at = tl.arange(0, BLOCK)
+        inside = at < WIDTH
+        x = tl.load(values + row * values_stride + at, mask=inside)
+        target = rows.dtype.element_ty
+        if x.dtype != target:
+            x = cast(x.to(tl.float32), target)
+        tl.store(rows + slot * stride + at, x, mask=inside)
+
+
+@triton.jit(do_not_specialize=["there", "eps"], do_not_specialize_on_alignment=["slots"])
+def _write_records(
+    storage,
+    page_stride,
+    per_page,
+    there,
+    slots,
+    values,
+    values_stride,
+    weight,
+    cos,
+    sin,
+    turn_stride,
+    eps,
+    RECORD: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if (slot >= 0) & (slot < there):
+        at = tl.arange(0, DIM)
+        x = tl.load(values + row * values_stride + at).to(tl.float32)
+        if PAIRS > 0:
+            x = over_root_mean_square(x, eps) * tl.load(weight + at).to(tl.float32)
+            x = rotated(x, cos + row * turn_stride, sin + row * turn_stride, PAIRS, False)
+        store_record(x, storage, page_stride, per_page, slot, RECORD)
+        if ROPE > 0:
+            tl.static_assert(RECORD == "mla_fp8")
+            rope = tl.load(values + row * values_stride + DIM + tl.arange(0, ROPE))
+            page = storage + slot // per_page * page_stride
+            store_rope(rope.to(tl.float32), page + slot % per_page * 656 + 528)
