@@ -26,6 +26,9 @@ __all__ = [
     "unpack_tails",
 ]
 
+_ANY = 1 << 62
+"""Pages of a member that has no section: nothing of it is read or written."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sections:
@@ -42,7 +45,7 @@ class Sections:
     record_bytes: int = field(init=False)
     """Where the last section of a record ends."""
     num_pages: tuple[int, ...] = field(init=False)
-    """Pages there are to choose from, of each member."""
+    """Pages there are to choose from, of each member; of one without sections any number."""
     _chunks: "dict[int, Chunks]" = field(default_factory=dict, init=False, repr=False)
     """Device tables by bytes of a record's row, made when first used."""
 
@@ -57,7 +60,7 @@ class Sections:
         ends = (at + storage.shape[1] for storage, at, _ in self)
         object.__setattr__(self, "record_bytes", max(ends, default=0))
         count = [
-            min((s.shape[0] for s, _, m in self if m == member), default=0)
+            min((s.shape[0] for s, _, m in self if m == member), default=_ANY)
             for member in range(1 + max(self.members, default=0))
         ]
         object.__setattr__(self, "num_pages", tuple(count))

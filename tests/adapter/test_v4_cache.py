@@ -111,6 +111,21 @@ def test_resume_from_every_boundary_of_every_tier(layout: dict[str, Any], tmp_pa
         cache.check()
 
 
+def test_a_model_whose_checkpoints_hold_windows_only() -> None:
+    """Entries of 128 tokens leave no state at a page's end."""
+    model, tokens = model_of(ratios=(128,)), stream()
+    with open_cache(model, cpu=400) as cache, attach(model, cache) as adapter:
+        with cache.lease(tokens) as lease:
+            wanted = run(cache, adapter, lease, tokens, [512, 128])
+        cache.flush(to=Tier.CPU).result(timeout=30)
+        for tier in (Tier.GPU, Tier.CPU):
+            lease, logits = resume(cache, adapter, tokens, 512, [640])
+            with lease:
+                assert lease.restored[tier] == 512
+                assert torch.equal(logits[640], wanted[512:])
+            cache.evict(Tier.GPU, 100)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [100, 256, 300, 1111])
 def test_every_boundary_of_a_longer_prompt(chunk: int, tmp_path: Path) -> None:

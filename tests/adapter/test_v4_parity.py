@@ -135,16 +135,26 @@ def test_packed_mixed_batches(order: tuple[int, ...]) -> None:
 
 
 def test_padding_rows_change_nothing() -> None:
-    model = model_of()
+    """A4: they write nothing, and attention gives them 0."""
+    model, wanted = model_of(), expected()
     with open_cache(model) as cache, attach(model, cache) as adapter:
+        outputs: list[Tensor] = []
+        hooks = [
+            layer.self_attn.register_forward_hook(lambda m, a, out: outputs.append(out[0]))
+            for layer in model.model.layers
+        ]
         with cache.lease([]) as lease:
             tokens = stream()[:260]
             feed(cache, adapter, (lease, tokens[:254]))
             for at in range(254, 260):
+                outputs.clear()
                 with cache.step([(lease, tokens[at : at + 1])]) as step:
                     logits = adapter.forward(step, pad_to=4)
                 assert logits.shape == (1, 97)
-                near(logits[0], expected()[at])
+                near(logits[0], wanted[at])
+                assert all(bool((out[0, 1:] == 0).all()) for out in outputs)
+        for hook in hooks:
+            hook.remove()
         with cache.step([]) as step:
             assert adapter(step).shape == (0, 97)
 
