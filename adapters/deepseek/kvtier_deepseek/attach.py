@@ -61,9 +61,9 @@ def attach(
     """Let every attention layer of ``model`` read and write ``cache`` during a step.
 
     All layers or none; other models in the process are untouched; ``state_dict`` keys do not
-    change.  ``workspace_bytes`` bounds the scratch of both forms of attention; sequences with at
-    most ``max_absorbed`` new tokens take the absorbed form (default: where the operation counts
-    meet).  Raises UnsupportedModel naming what is missing, LayoutMismatch naming the field in which
+    change.  ``workspace_bytes`` bounds the scratch of attention.  V2 and V3 have two forms of it:
+    sequences with at most ``max_absorbed`` new tokens take the absorbed one (default: where the
+    operation counts meet); V4 has one, and takes no limit.  Raises UnsupportedModel naming what is missing, LayoutMismatch naming the field in which
     the cache's layout is not this model's, ConfigError for a backend, workspace or limit that
     cannot work.
     """
