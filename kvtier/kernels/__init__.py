@@ -4,6 +4,7 @@ The references in plain torch are public: they say what every other backend must
 """
 
 from kvtier.kernels.compress import ClosedEntries, compress
+from kvtier.kernels.fused import compress_write, index_query, write_normed
 from kvtier.kernels.index import index_topk
 from kvtier.kernels.mla import (
     HeadDims,
@@ -49,9 +50,11 @@ __all__ = [
     "c128_slots",
     "closed_entries",
     "compress",
+    "compress_write",
     "entry_slots",
     "gather_rows",
     "head_norm_rope",
+    "index_query",
     "index_topk",
     "inverse_rope",
     "materialised",
@@ -68,6 +71,7 @@ __all__ = [
     "table",
     "window_slots",
     "workspace_rows",
+    "write_normed",
     "write_records",
     "write_rows",
 ]

@@ -88,8 +88,6 @@ def compress_write(
     write_normed(storage, slots[at], closed.values, weight, cos[at], sin[at], record, eps=eps)
 
 
-def index_query(
-    query: Tensor, weights: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+def index_query(query: Tensor, weights: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Indexer queries (n, heads, dim), rotated and then quantised as ``quantise_query`` does."""
     return quantise_query(rope(query, cos, sin), weights)

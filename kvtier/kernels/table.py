@@ -5,15 +5,18 @@ What no row names raises; nothing picks "the closest" kernel.  The ``torch`` row
 and take any dimensions.
 """
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.kernels import mla, records, reference
+from kvtier.kernels import fused, mla, query, records, reference
 from kvtier.kernels.compress import compress
 from kvtier.kernels.index import index_topk
 from kvtier.kernels.sparse import sparse_attend
@@ -32,6 +35,11 @@ OPERATIONS = (
     "compress",
     "index_topk",
     "sparse_attend",
+    "write_normed",
+    "compress_write",
+    "head_norm_rope",
+    "inverse_rope",
+    "index_query",
 )
 """``mla_materialised_whole`` is the materialised form for sequences that fit the workspace at once:
 no log-sum-exp is asked of it."""
@@ -45,8 +53,8 @@ class Case:
     record: str
     """Format of a row: "dense" (plain values of one element type), or another of ``RECORDS``."""
     dims: Dims
-    """Key and value width of attention; row width of a writer, compressor, indexer or where keys
-    are their own values."""
+    """Key and value width of attention; row width of a writer, compressor, indexer, of a query's
+    head, or where keys are their own values."""
     dtype: torch.dtype
     """Of queries and of values to write, whatever they are packed into."""
     device: str
@@ -91,12 +99,26 @@ class _Row:
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 _HALVES = frozenset({torch.bfloat16, torch.float16})
+_SINGLES = _HALVES | {torch.float32}
 _ANY = frozenset({"cpu", "cuda"})
 _CUDA = frozenset({"cuda"})
 _ABSORBED = frozenset({(576, 512)})
 _WHOLE = frozenset({(192, 128)})
+_V4_ROWS = frozenset({(128,), (512,)})
+"""An indexer's key; an entry, or what a window keeps of a token."""
 
 _DENSE = "dense"
+_V4_RECORDS = (_DENSE, "v4_fp8", "index_fp8", "index_mxfp4")
+
+
+def _triton(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module of triton kernels, which is imported when it is first called."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = importlib.import_module(f"kvtier.kernels.triton_{module}")
+        return getattr(found, name)(*args, **kwargs)
+
+    return run
 
 
 def _dims(record: records.Record) -> frozenset[Dims] | None:
@@ -105,7 +127,15 @@ def _dims(record: records.Record) -> frozenset[Dims] | None:
 
 _ROWS: tuple[_Row, ...] = (
     # The first available row that lists a case is the automatic choice.
-    _Row("write_rows", _DENSE, "triton", None, frozenset({(576,)}), _FLOATS, _CUDA),
+    _Row(
+        "write_rows",
+        _DENSE,
+        "triton",
+        _triton("write", "write_rows"),
+        frozenset({(576,)}),
+        _FLOATS,
+        _CUDA,
+    ),
     _Row("write_rows", _DENSE, "torch", reference.write_rows, None, _FLOATS, _ANY),
     _Row("mla_absorbed", _DENSE, "flashmla", None, _ABSORBED, _HALVES, _CUDA),
     _Row("mla_absorbed", _DENSE, "flashinfer", None, _ABSORBED, _HALVES, _CUDA),
@@ -118,8 +148,46 @@ _ROWS: tuple[_Row, ...] = (
     _Row("merge", _DENSE, "torch", reference.merge, None, _FLOATS, _ANY),
     _Row("compress", _DENSE, "torch", compress, None, _FLOATS, _ANY),
     *(
+        _Row(
+            operation,
+            record,
+            "triton",
+            _triton(module, name),
+            _dims(records.RECORDS[record]) or _V4_ROWS,
+            dtypes,
+            _CUDA,
+        )
+        for operation, module, name, dtypes, of in (
+            ("write_record", "write", "write_records", _SINGLES, tuple(records.RECORDS)),
+            ("write_normed", "write", "write_normed", _SINGLES, _V4_RECORDS),
+            ("compress_write", "compress", "compress_write", _SINGLES, _V4_RECORDS),
+            ("head_norm_rope", "query", "head_norm_rope", _SINGLES, (_DENSE,)),
+            ("inverse_rope", "query", "inverse_rope", _SINGLES, (_DENSE,)),
+        )
+        for record in of
+    ),
+    _Row(
+        "index_query",
+        _DENSE,
+        "triton",
+        _triton("query", "index_query"),
+        frozenset({(128,)}),
+        _SINGLES,
+        _CUDA,
+    ),
+    *(
+        _Row(operation, _DENSE, "torch", run, None, _FLOATS, _ANY)
+        for operation, run in (
+            ("head_norm_rope", query.head_norm_rope),
+            ("inverse_rope", query.inverse_rope),
+            ("index_query", fused.index_query),
+        )
+    ),
+    *(
         _Row(operation, record.name, "torch", run, _dims(record), _FLOATS, _ANY)
         for operation, run, names in (
+            ("write_normed", fused.write_normed, _V4_RECORDS),
+            ("compress_write", fused.compress_write, _V4_RECORDS),
             ("write_record", records.write_records, tuple(records.RECORDS)),
             ("index_topk", index_topk, (_DENSE, "index_fp8", "index_mxfp4")),
             ("sparse_attend", sparse_attend, (_DENSE, "v4_fp8")),
@@ -165,7 +233,7 @@ def select(case: Case, *, backend: str = "auto") -> Kernel:
             what = "does not list" if backend in known else f"is unknown ({known}), so not for"
             raise ConfigError(f"backend {backend!r} {what} {case}")
     for row in listed:
-        if row.run is not None:
+        if row.run is not None and not _missing(row):
             return Kernel(row.backend, row.run)
     if listed:
         raise ConfigError(f"backend {backend!r} for {case}: {_missing(listed[0])}")
@@ -188,7 +256,7 @@ def select_all(cases: Mapping[str, Case], *, backend: str = "auto") -> Mapping[s
             continue
         fallback = "auto" if backend == "auto" else "torch"
         rows = [r for r in _ROWS if r.lists(case) and fallback in ("auto", r.backend)]
-        if any(r.run is not None for r in rows):
+        if any(not _missing(r) for r in rows):
             chosen[key] = select(case, backend=fallback)
     if backend != "auto" and not named:
         raise ConfigError(
@@ -201,4 +269,11 @@ def _missing(row: _Row) -> str:
     """Why a row cannot run here; empty if it can."""
     if row.run is None:
         return f"the {row.backend} kernel is not part of this build"
+    if row.backend == "triton" and not _has_triton():
+        return "triton is not installed"
     return ""
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

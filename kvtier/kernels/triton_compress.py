@@ -20,12 +20,13 @@ from kvtier.kernels.triton_values import (
     rotated,
     store_record,
     sum_by_halves,
+    widened,
 )
 from kvtier.kernels.triton_write import pool_of
 
 __all__ = ["compress_write"]
 
-TILE_VALUES = 8192
+TILE_VALUES = 4096
 """Candidate values of one program's tile, at most."""
 
 
@@ -48,7 +49,7 @@ def compress_write(
     captures: Tensor | None = None,
     frames: Sequence[Tensor | None] = (),
 ) -> None:
-    """``kvtier.kernels.compress_write``; states are float32, groups and dimensions powers of two."""
+    """``kvtier.kernels.compress_write``, for float32 states, groups and widths of powers of two."""
     dim = _check(kv, score, states, slots, weight, cos, sin, ratio, ring)
     page_stride, per_page, there = pool_of(storage, record)
     n = kv.shape[0]
@@ -178,8 +179,8 @@ def _candidates(
     old = (positions >= 0) & (positions < context)
     token = first + positions - context
     at = (token * kv_stride + part * DIM)[:, None] + columns[None, :]
-    k = tl.load(kv + at, mask=new[:, None], other=0.0).to(tl.float32)
-    s = tl.load(score + at, mask=new[:, None], other=float("-inf")).to(tl.float32)
+    k = widened(tl.load(kv + at, mask=new[:, None], other=0.0))
+    s = widened(tl.load(score + at, mask=new[:, None], other=float("-inf")))
     row = slot * ring + positions % ring
     in_b = old & (part == PARTS - 1)
     at = (row * stride_b)[:, None] + columns[None, :]
@@ -231,7 +232,7 @@ def _close(
             pooled = tl.where((block == i)[:, None], mean, pooled)
         at = tl.arange(0, DIM)
         x = over_root_mean_square(tl.reshape(pooled, (DIM,)), eps)
-        x = x * tl.load(weight + at).to(tl.float32)
+        x = x * widened(tl.load(weight + at))
         x = rotated(x, cos + token * turn_stride, sin + token * turn_stride, PAIRS, False)
         store_record(x, storage, page_stride, per_page, target, RECORD)
 
@@ -254,12 +255,9 @@ def _move_on(
         at = tl.arange(0, DIM)
         row = slot * ring + position % ring
         for part in tl.static_range(PARTS):
-            k = tl.load(kv + token * kv_stride + part * DIM + at).to(tl.float32)
-            s = tl.load(score + token * kv_stride + part * DIM + at).to(tl.float32)
-            if part == PARTS - 1:
-                there = state_b + row * stride_b
-            else:
-                there = state_a + row * stride_a
+            k = widened(tl.load(kv + token * kv_stride + part * DIM + at))
+            s = widened(tl.load(score + token * kv_stride + part * DIM + at))
+            there = state_b + row * stride_b if part == PARTS - 1 else state_a + row * stride_a
             tl.store(there + at, k)
             tl.store(there + DIM + at, s)
 

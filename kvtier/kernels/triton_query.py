@@ -14,6 +14,7 @@ from kvtier.kernels.triton_values import (
     power_of_two,
     quantised,
     rotated,
+    widened,
 )
 
 __all__ = ["head_norm_rope", "index_query", "inverse_rope"]
@@ -33,9 +34,7 @@ def inverse_rope(
     return _turn(values, cos, sin, 0.0, dtype, norm=False, inverse=True)
 
 
-def index_query(
-    query: Tensor, weights: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+def index_query(query: Tensor, weights: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """``kvtier.kernels.index_query``, for heads of 128 values."""
     n, heads, dim = _check(query, cos, sin)
     if dim != 128 or weights.shape != (n, heads):
@@ -110,7 +109,7 @@ def _turn_heads(
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, DIM)
-    x = tl.load(values + token * token_stride + head * head_stride + at).to(tl.float32)
+    x = widened(tl.load(values + token * token_stride + head * head_stride + at))
     if NORM:
         x = over_root_mean_square(x, eps)
     x = rotated(x, cos + token * turn_stride, sin + token * turn_stride, PAIRS, INVERSE)
@@ -125,11 +124,11 @@ def _quantise(
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, DIM)
-    x = tl.load(query + token * token_stride + head * head_stride + at).to(tl.float32)
+    x = widened(tl.load(query + token * token_stride + head * head_stride + at))
     x = rotated(x, cos + token * turn_stride, sin + token * turn_stride, PAIRS, False)
     code, exponents = quantised(x, DIM)
     row = token * tl.num_programs(1) + head
     tl.store(codes + row * DIM + at, tl.reshape(code, (DIM,)).to(tl.uint8))
     weight = tl.load(weights + token * weight_stride + head * weight_head_stride)
     one = tl.arange(0, 1)
-    tl.store(folded + row + one, weight.to(tl.float32) * power_of_two(exponents))
+    tl.store(folded + row + one, widened(weight) * power_of_two(exponents))

@@ -1,9 +1,9 @@
 """What kernels do to one row of values: norm, rotation, the formats of packed records.
 
 Functions that kernels are made of, each the twin of one in ``casts``, ``exact``, ``query`` or
-``records`` and of the same bits: roundings in integer arithmetic, sums by halves.  For that, kernels
-that use them are launched with ``enable_fp_fusion=False``.  A row is a flat block of ``DIM``
-values, a power of two.
+``records`` and of the same bits: roundings in integer arithmetic, sums by halves.  For that,
+kernels that use them are launched with ``enable_fp_fusion=False``.  A row is a flat block of values
+whose number is a power of two.
 """
 
 import triton
@@ -48,6 +48,14 @@ def bf16_bits(x):
 @triton.jit
 def round_to_bf16(x):
     return float_of(bf16_bits(x) << 16)
+
+
+@triton.jit
+def widened(x):
+    """Values of any float type as float32."""
+    if x.dtype == tl.bfloat16:
+        return float_of(x.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -143,8 +151,8 @@ def rotated(x, cos, sin, PAIRS: tl.constexpr, INVERSE: tl.constexpr):
     even, odd = tl.split(tl.reshape(x, (DIM // 2, 2)))
     pair = tl.arange(0, DIM // 2) - (DIM // 2 - PAIRS)
     turns = pair >= 0
-    c = tl.load(cos + pair, mask=turns, other=1.0).to(tl.float32)
-    s = tl.load(sin + pair, mask=turns, other=0.0).to(tl.float32)
+    c = widened(tl.load(cos + pair, mask=turns, other=1.0))
+    s = widened(tl.load(sin + pair, mask=turns, other=0.0))
     if INVERSE:
         s = -s
     # Chosen, not multiplied by one: that would make +0 of -0.

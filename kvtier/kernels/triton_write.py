@@ -11,8 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtier.kernels.records import Record
-from kvtier.kernels.triton_values import cast, over_root_mean_square, rotated
-from kvtier.kernels.triton_values import store_record, store_rope
+from kvtier.kernels.triton_values import (
+    cast,
+    over_root_mean_square,
+    rotated,
+    store_record,
+    store_rope,
+    widened,
+)
 
 __all__ = ["pool_of", "write_normed", "write_records", "write_rows"]
 
@@ -164,7 +170,7 @@ def _write_rows(
         x = tl.load(values + row * values_stride + at, mask=inside)
         target = rows.dtype.element_ty
         if x.dtype != target:
-            x = cast(x.to(tl.float32), target)
+            x = cast(widened(x), target)
         tl.store(rows + slot * stride + at, x, mask=inside)
 
 
@@ -191,13 +197,13 @@ def _write_records(
     slot = tl.load(slots + row).to(tl.int64)
     if (slot >= 0) & (slot < there):
         at = tl.arange(0, DIM)
-        x = tl.load(values + row * values_stride + at).to(tl.float32)
+        x = widened(tl.load(values + row * values_stride + at))
         if PAIRS > 0:
-            x = over_root_mean_square(x, eps) * tl.load(weight + at).to(tl.float32)
+            x = over_root_mean_square(x, eps) * widened(tl.load(weight + at))
             x = rotated(x, cos + row * turn_stride, sin + row * turn_stride, PAIRS, False)
         store_record(x, storage, page_stride, per_page, slot, RECORD)
         if ROPE > 0:
             tl.static_assert(RECORD == "mla_fp8")
             rope = tl.load(values + row * values_stride + DIM + tl.arange(0, ROPE))
             page = storage + slot // per_page * page_stride
-            store_rope(rope.to(tl.float32), page + slot % per_page * 656 + 528)
+            store_rope(widened(rope), page + slot % per_page * 656 + 528)

@@ -1,27 +1,39 @@
 """Every available row of the kernel table does what the reference means, for every type it lists.
 
-Generated from the table: a row added there is tested here, on the devices it names.
+Generated from the table: a row added there is tested here, on the devices it names; those of
+triton in its interpreter too, where there is no GPU.
 """
 
+import ast
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from kvtier.kernels import (
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from kvtier.kernels import (  # noqa: E402  the variable is read when kernels are imported
     RECORDS,
     Case,
     HeadDims,
     compress,
+    compress_write,
+    head_norm_rope,
+    index_query,
     index_topk,
+    inverse_rope,
     select,
     sparse_attend,
     table,
+    write_normed,
     write_records,
 )
-from tests.unit.mla_cases import MlaCase
-from tests.unit.v4_cases import batch_of
+from tests.unit.mla_cases import MlaCase  # noqa: E402
+from tests.unit.v4_cases import batch_of  # noqa: E402
 
 RELEASED = HeadDims(heads=3, latent=512, rope=64, nope=128, value=128)
 ODD = HeadDims(heads=5, latent=24, rope=6, nope=10, value=7)
@@ -43,25 +55,33 @@ def rows() -> Iterator[object]:
     for row in table():
         if row["available"] != "yes":
             continue
+        places = [(device, device) for device in row["device"].split()]
+        if row["backend"] == "triton" and not GPU:
+            places.append(("cuda", "cpu"))  # in the interpreter
         for dtype in row["dtype"].split():
-            for device in row["device"].split():
+            for device, place in places:
+                name = device if device == place else "interpreted"
                 yield pytest.param(
-                    row["operation"],
-                    row["record"],
-                    row["backend"],
+                    row,
                     getattr(torch, dtype),
                     device,
-                    id="-".join((row["operation"], row["record"], row["backend"], dtype, device)),
-                    marks=[pytest.mark.gpu] if device == "cuda" else [],
+                    place,
+                    id="-".join((row["operation"], row["record"], row["backend"], dtype, name)),
+                    marks=[pytest.mark.gpu] if place == "cuda" else [],
                 )
 
 
-def sizes(operation: str, backend: str) -> list[HeadDims]:
+def sizes(row: dict[str, str]) -> list[HeadDims]:
     """The released models' sizes, and odd ones where the row takes any."""
-    (dims,) = {
-        r["dims"] for r in table() if r["operation"] == operation and r["backend"] == backend
-    }
-    return [RELEASED, ODD] if dims == "any" else [RELEASED]
+    return [RELEASED, ODD] if row["dims"] == "any" else [RELEASED]
+
+
+def widths(row: dict[str, str], any_width: int) -> list[int]:
+    """Row widths of a row of the table, one where it takes any."""
+    if row["dims"] == "any":
+        return [any_width]
+    listed = [ast.literal_eval(dims) for dims in row["dims"].replace(") (", ")|(").split("|")]
+    return [width for (width,) in listed]
 
 
 def check_write_record(
@@ -71,11 +91,108 @@ def check_write_record(
     slots = torch.tensor([9, -1, 2, 0, 11, 5], dtype=torch.int32)
     values = (torch.randn(6, dim) * 2.0 ** torch.randint(-20, 9, (6, dim))).to(dtype)
     values[3] = 0
+    values[4, ::3] = 2.0**-130  # no float16, and subnormal as float32
     expected = pool(record, 3, 4, dim, dtype)
     write_records(expected, slots, values, RECORDS[record])
     written = pool(record, 3, 4, dim, dtype, device)
     run(written, slots.to(device), values.to(device), RECORDS[record])
     assert torch.equal(as_bytes(written).cpu(), as_bytes(expected))
+
+
+def turns(n: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    angles = 50 * torch.randn(n, 4)
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def check_write_normed(
+    run: Callable[..., Any], record: str, dim: int, dtype: torch.dtype, device: str
+) -> None:
+    slots = torch.tensor([9, -1, 2, 0, 11, 5], dtype=torch.int32)
+    values = (torch.randn(6, dim) * 2.0 ** torch.randint(-20, 5, (6, dim))).to(dtype)
+    values[3] = 0
+    values[1] = torch.nan
+    weight, (cos, sin) = torch.randn(dim), turns(6)
+    expected = pool(record, 3, 4, dim, dtype)
+    write_normed(expected, slots, values, weight, cos, sin, RECORDS[record], eps=1e-6)
+    written = pool(record, 3, 4, dim, dtype, device)
+    moved = (t.to(device) for t in (slots, values, weight, cos, sin))
+    run(written, *moved, RECORDS[record], eps=1e-6)
+    assert torch.equal(as_bytes(written).cpu(), as_bytes(expected))
+
+
+def check_compress_write(
+    run: Callable[..., Any], record: str, dim: int, dtype: torch.dtype, device: str
+) -> None:
+    """Pages, rings and checkpoints of the reference, byte for byte."""
+    lengths = [(1, 4), (10, 262), (1, 0), (2, 129), (5, 5), (1, 128)]
+    n, state_slots = 20, torch.tensor([3, 1, -1, 4, 5, 0], dtype=torch.int32)
+    wide = torch.promote_types(dtype, torch.float32)
+    for ratio, parts in ((4, 2), (128, 1)) if dim != 128 else ((4, 2),):
+        ring = 2 * parts * ratio
+        kv = torch.randn(n, parts * dim).to(dtype)
+        score = (3 * torch.randn(n, parts * dim)).to(dtype)
+        kv[11] = score[11] = torch.nan  # the padding row
+        states = [torch.randn(6 * ring, 2 * dim).to(wide) for _ in range(parts)]
+        for state in states:
+            state[2 * ring : 3 * ring] = torch.nan  # nobody's
+        frames = [torch.full((5, 4, 2 * dim), torch.nan, dtype=wide), None][:parts]
+        slots = torch.randperm(48)[:n]
+        slots[9] = -1
+        weight, (cos, sin) = torch.randn(dim), turns(n)
+        captures = torch.tensor([[1, 256, 3], [-1, 0, 0], [5, 128, 0], [4, 4, 1]])
+
+        def outcome(
+            call: Callable[..., Any],
+            place: str,
+            arguments: tuple[torch.Tensor, ...] = (slots, weight, cos, sin),
+            tokens: tuple[torch.Tensor, ...] = (kv, score),
+            kept: tuple[list[Any], list[Any]] = (states, frames),
+            options: dict[str, Any] = {"ratio": ratio, "ring": ring},  # noqa: B006
+            captures: torch.Tensor = captures,
+        ) -> list[torch.Tensor]:
+            moved = [s.to(place, copy=True) for s in kept[0]]
+            due = [None if f is None else f.to(place, copy=True) for f in kept[1]]
+            storage = pool(record, 3, 16, dim, wide, place)
+            call(
+                *(t.to(place) for t in tokens),
+                moved,
+                batch_of(lengths, device=place),
+                state_slots.to(place),
+                storage,
+                *(t.to(place) for t in arguments),
+                RECORDS[record],
+                eps=1e-6,
+                captures=captures.to(place),
+                frames=due,
+                **options,
+            )
+            return [as_bytes(t).cpu() for t in (storage, *moved, *due) if t is not None]
+
+        for ours, theirs in zip(outcome(run, device), outcome(compress_write, "cpu"), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def check_query(
+    run: Callable[..., Any],
+    reference: Callable[..., Any],
+    dim: int,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    query = (torch.randn(3, 2, dim) * 2.0 ** torch.randint(-14, 6, (3, 2, 1))).to(dtype)
+    query[1, 1] = 0
+    weights, rotation = torch.randn(3, 2).to(dtype), turns(3)
+    arguments = (query, weights, *rotation) if reference is index_query else (query, *rotation)
+    options: list[dict[str, Any]] = [{}] if reference is index_query else [{}, {"dtype": dtype}]
+    for each in options:
+        if reference is head_norm_rope:
+            each["eps"] = 1e-6
+        expected = reference(*arguments, **each)
+        got = run(*(t.to(device) for t in arguments), **each)
+        pairs = zip(got, expected, strict=True) if isinstance(got, tuple) else [(got, expected)]
+        for ours, theirs in pairs:
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours.cpu(), theirs)
 
 
 def check_compress(
@@ -158,8 +275,17 @@ PACKED: dict[str, tuple[Callable[..., None], int]] = {
     "compress": (check_compress, 40),
     "index_topk": (check_index_topk, 24),
     "sparse_attend": (check_sparse_attend, 24),
+    "write_normed": (check_write_normed, 24),
+    "compress_write": (check_compress_write, 40),
 }
 """Operations on records: a check, and a row width for those that take any."""
+
+
+QUERY_SIDE = {
+    "head_norm_rope": head_norm_rope,
+    "inverse_rope": inverse_rope,
+    "index_query": index_query,
+}
 
 
 def pool(
@@ -176,16 +302,21 @@ def as_bytes(storage: torch.Tensor) -> torch.Tensor:
     return storage.view(torch.uint8)
 
 
-@pytest.mark.parametrize(("operation", "record", "backend", "dtype", "device"), list(rows()))
-def test_row(operation: str, record: str, backend: str, dtype: torch.dtype, device: str) -> None:
-    if operation in PACKED:
-        check, any_dim = PACKED[operation]
-        dim = RECORDS[record].dim or any_dim
-        kernel = select(Case(operation, record, (dim,), dtype, device), backend=backend)
-        assert kernel.backend == backend
-        check(kernel.run, record, dim, dtype, device)
+@pytest.mark.parametrize(("row", "dtype", "device", "place"), list(rows()))
+def test_row(row: dict[str, str], dtype: torch.dtype, device: str, place: str) -> None:
+    torch.manual_seed(0)
+    operation, record, backend = row["operation"], row["record"], row["backend"]
+    if operation in PACKED or operation in QUERY_SIDE:
+        check, any_width = PACKED.get(operation, (None, 24))
+        for width in widths(row, any_width):
+            kernel = select(Case(operation, record, (width,), dtype, device), backend=backend)
+            assert kernel.backend == backend
+            if check is None:
+                check_query(kernel.run, QUERY_SIDE[operation], width, dtype, place)
+            else:
+                check(kernel.run, record, width, dtype, place)
         return
-    for dims in sizes(operation, backend):
+    for dims in sizes(row):
         width = dims.latent + dims.rope
         listed = {
             "write_rows": (width,),
@@ -195,7 +326,7 @@ def test_row(operation: str, record: str, backend: str, dtype: torch.dtype, devi
         kernel = select(Case(operation, record, listed, dtype, device), backend=backend)
         assert kernel.backend == backend
         if operation in FORMS:
-            case = MlaCase(LENGTHS, dims=dims, dtype=dtype, page=16, device=device)
+            case = MlaCase(LENGTHS, dims=dims, dtype=dtype, page=16, device=place)
             out, lse = case.run(FORMS[operation], max_rows=16, kernel=kernel.run)
             expected, expected_lse = case.expected()
             scale = max(1.0, expected.abs().max().item())
@@ -208,15 +339,15 @@ def test_row(operation: str, record: str, backend: str, dtype: torch.dtype, devi
                 error = (lse.double() - expected_lse)[finite].abs().max().item()
                 assert error <= 10 * max(TOLERANCE[dtype], TOLERANCE[torch.float32])
         elif operation == "write_rows":
-            pool = torch.full((9, width), torch.nan, dtype=dtype, device=device)
-            values = torch.randn(3, width, device=device).to(dtype)
-            kernel.run(pool, torch.tensor([4, -1, 8], device=device), values)
+            pool = torch.full((9, width), torch.nan, dtype=dtype, device=place)
+            values = torch.randn(3, width, device=place).to(dtype)
+            kernel.run(pool, torch.tensor([4, -1, 8], device=place), values)
             assert torch.equal(pool[[4, 8]], values[[0, 2]])
             assert pool[[0, 1, 2, 3, 5, 6, 7]].isnan().all()
         else:
             assert operation == "merge"
-            a = torch.ones(2, 2, 3, dtype=dtype, device=device)
-            b, none = 3 * a, torch.zeros(2, 2, device=device)
-            void = torch.tensor([[0.0, -torch.inf], [0.0, torch.inf]], device=device)
+            a = torch.ones(2, 2, 3, dtype=dtype, device=place)
+            b, none = 3 * a, torch.zeros(2, 2, device=place)
+            void = torch.tensor([[0.0, -torch.inf], [0.0, torch.inf]], device=place)
             out, _ = kernel.run(a, none, b, void)
             assert out[:, :, 0].tolist() == [[2.0, 1.0], [2.0, 1.0]]

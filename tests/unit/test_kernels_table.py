@@ -1,6 +1,7 @@
 """The table: every case is listed, a reference, or an error; never the closest kernel (AT-4.3)."""
 
 import dataclasses
+import sys
 from typing import ClassVar
 
 import pytest
@@ -95,3 +96,25 @@ class TestSelectAll:
     def test_a_named_backend_that_is_missing_raises_even_if_others_could(self) -> None:
         with pytest.raises(ConfigError, match="not part of this build"):
             select_all({"decode": ABSORBED}, backend="flashmla")
+
+
+class TestWithoutTriton:
+    case: ClassVar = Case("write_record", "v4_fp8", (512,), torch.bfloat16, "cuda")
+
+    @pytest.fixture(autouse=True)
+    def _absent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = sys.modules["kvtier.kernels.table"]
+        monkeypatch.setattr(module, "_has_triton", lambda: False)
+
+    def test_its_rows_say_so_and_are_passed_over(self) -> None:
+        assert select(self.case).backend == "torch"
+        reasons = {r["available"] for r in table() if r["backend"] == "triton"}
+        assert "triton is not installed" in reasons and "yes" not in reasons
+
+    def test_asking_for_it_raises(self) -> None:
+        for choose in (
+            lambda: select(self.case, backend="triton"),
+            lambda: select_all({"write": self.case}, backend="triton"),
+        ):
+            with pytest.raises(ConfigError, match="triton is not installed"):
+                choose()

@@ -1,0 +1,156 @@
+"""Compiles for an H100 or H200 every variant of the kernels that the table lists; needs no GPU.
+
+Prints one JSON object: for each variant registers a thread, bytes spilled, bytes of shared memory.
+Run in a process of its own, without ``TRITON_INTERPRET``: ``python -m tests.unit.sm90``.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kvtier.kernels import RECORDS, triton_compress, triton_query, triton_write
+from tests.unit.v4_cases import batch_of
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def pages(record: str, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    if record == "dense":
+        return torch.zeros(64, dim, dtype=dtype)
+    return torch.zeros(2, RECORDS[record].page_bytes(64), dtype=torch.uint8)
+
+
+def writers() -> Iterator[tuple[str, Callable[[], Any]]]:
+    slots = torch.zeros(3, dtype=torch.int64)
+    turns = torch.zeros(3, 32)
+    for dtype in FLOATS:
+        for name, record in RECORDS.items():
+            for dim in (record.dim,) if record.dim else (128, 512, 576):
+                values = torch.zeros(3, dim, dtype=dtype)
+                storage = pages(name, dim, dtype)
+                label = f"{name} {dim} {dtype}".replace("torch.", "")
+                yield (
+                    f"write_record {label}",
+                    lambda s=storage, v=values, r=record: triton_write.write_records(
+                        s, slots, v, r
+                    ),
+                )
+                if dim != 576:
+                    yield (
+                        f"write_normed {label}",
+                        lambda s=storage, v=values, r=record: triton_write.write_normed(
+                            s, slots, v, v[0], turns, turns, r, eps=1e-6
+                        ),
+                    )
+
+
+def compressors() -> Iterator[tuple[str, Callable[[], Any]]]:
+    batch, slots = batch_of([(3, 300)]), torch.zeros(3, dtype=torch.int64)
+    captures, turns = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, 32)
+    streams = [(4, 2, 512, n) for n in ("v4_fp8", "dense")]
+    streams += [(128, 1, 512, n) for n in ("v4_fp8", "dense")]
+    streams += [(4, 2, 128, n) for n in ("index_fp8", "index_mxfp4", "dense")]
+    for ratio, parts, dim, name in streams:
+        kv, ring = torch.zeros(3, parts * dim), parts * ratio
+        states = [torch.zeros(2 * ring, 2 * dim) for _ in range(parts)]
+        frames = [torch.zeros(2, 4, 2 * dim), None][:parts]
+
+        def run(
+            kv: torch.Tensor = kv,
+            states: list[torch.Tensor] = states,
+            name: str = name,
+            dim: int = dim,
+            options: dict[str, Any] = {"ratio": ratio, "ring": ring, "frames": frames},  # noqa: B006
+        ) -> None:
+            triton_compress.compress_write(
+                *(kv, kv, states, batch, slots[:1], pages(name, dim), slots, torch.zeros(dim)),
+                *(turns, turns, RECORDS[name]),
+                eps=1e-6,
+                captures=captures,
+                **options,
+            )
+
+        yield f"compress_write {name} {dim} of {ratio}", run
+
+
+def queries() -> Iterator[tuple[str, Callable[[], Any]]]:
+    turns = torch.zeros(3, 32)
+    for dtype in FLOATS:
+        short = str(dtype).removeprefix("torch.")
+        query = torch.zeros(3, 64, 512, dtype=dtype)
+        for to in {None, dtype if dtype != torch.float32 else None}:
+            label = f"512 {short} to {'float32' if to is None else short}"
+            yield (
+                f"head_norm_rope {label}",
+                lambda q=query, to=to: triton_query.head_norm_rope(
+                    q, turns, turns, eps=1e-6, dtype=to
+                ),
+            )
+            yield (
+                f"inverse_rope {label}",
+                lambda q=query, to=to: triton_query.inverse_rope(q, turns, turns, dtype=to),
+            )
+        index = torch.zeros(3, 64, 128, dtype=dtype)
+        yield (
+            f"index_query 128 {short}",
+            lambda q=index: triton_query.index_query(q, torch.zeros(3, 64), turns, turns),
+        )
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    return {"registers": int(found["REG"]), "spilled": int(found["STACK"]) + int(found["LOCAL"])}
+
+
+def main() -> None:
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+        )
+    )
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled.append((self.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
+        return compiled[-1][1]
+
+    JITFunction.run = compile_only
+    report: dict[str, Any] = {}
+    for cases in (writers, compressors, queries):
+        for label, call in cases():
+            if len(sys.argv) > 1 and not any(word in label for word in sys.argv[1:]):
+                continue
+            compiled.clear()
+            call()
+            for name, kernel in compiled:
+                report[f"{label}: {name}"] = {
+                    **resources(kernel.asm["cubin"]),
+                    "shared": kernel.metadata.shared,
+                }
+    json.dump(report, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()
