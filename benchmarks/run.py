@@ -33,6 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="PYTHON",
         help="interpreter of an environment made by scripts/peers_venv.sh; adds their figures",
     )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="replay this trace in place of the shipped ones (for `trace`; may be repeated)",
+    )
     options = parser.parse_args(argv)
     unknown = sorted(set(options.names) - set(available()))
     if unknown:
@@ -42,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in dict.fromkeys(options.names):
         began = time.monotonic()
         try:
-            found = _call(name, options.quick, options.peers)
+            found = _call(name, options.quick, peers=options.peers, trace=options.trace)
         except Exception as error:  # noqa: BLE001  one broken benchmark must not lose the others
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             failed.append(name)
@@ -55,13 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _call(name: str, quick: bool, peers: Path | None) -> list[Result]:
+def _call(name: str, quick: bool, **options: object) -> list[Result]:
+    """Run one benchmark with those of the ``options`` it knows."""
     run = cast(
         "Callable[..., list[Result]]", importlib.import_module(f"benchmarks.bench_{name}").run
     )
-    if "peers" in inspect.signature(run).parameters:
-        return run(quick, peers=peers)
-    return run(quick)
+    known = inspect.signature(run).parameters
+    return run(quick, **{name: value for name, value in options.items() if name in known})
 
 
 def _show(results: Sequence[Result]) -> str:

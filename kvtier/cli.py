@@ -17,14 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 import kvtier
+from kvtier.cli_trace import add_trace
 from kvtier.core.keys import chain_root, checkpoint_key, page_key
 from kvtier.errors import KVTierError, StoreError, StoreLocked, TokenError
+from kvtier.progress import Bar
 from kvtier.stores import FsckReport, LmdbStore, StoreInfo, directory, fsck, list_stores
 from kvtier.tokens import TOKEN_BYTES, TokenBuffer, pack
 from kvtier.types import Identity
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("path", type=Path, metavar="PATH", help="the cache's disk_path")
         options(added)
         added.set_defaults(run=run)
+    add_trace(commands)
     return parser
 
 
@@ -306,7 +308,7 @@ def _follow(tokens: TokenBuffer, root: bytes, entries: npt.NDArray[np.void]) -> 
 
 
 def _fsck(options: argparse.Namespace) -> int:
-    with _Bar("verifying") as bar:
+    with Bar("verifying") as bar:
         reports = fsck(options.path, repair=options.repair, progress=bar.show)
     if not reports:
         print(_no_stores(options.path))
@@ -353,33 +355,6 @@ def _remedy(report: FsckReport) -> str:
     if report.index != "sound":  # what it had lost cannot be counted
         return "repaired"
     return f"repaired: {_counted(report.dropped, 'record')} dropped in all"
-
-
-class _Bar:
-    """A progress bar on standard error; silent where that is not a terminal."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._shown = -1
-        self._terminal = sys.stderr.isatty()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown >= 0:
-            sys.stderr.write("\r\033[K")
-
-    def show(self, done: int, total: int) -> None:
-        """Draw ``done`` of ``total``; redrawn when a full percent has passed."""
-        percent = 100 * done // max(total, 1)
-        if not self._terminal or percent == self._shown:
-            return
-        self._shown = percent
-        filled = "#" * (percent * 30 // 100)
-        line = f"{self._label} [{filled:30}] {percent:3}% of {total}"
-        sys.stderr.write("\r" + line[: shutil.get_terminal_size().columns - 1] + "\033[K")
-        sys.stderr.flush()
 
 
 # ------------------------------------------------------------------ rm

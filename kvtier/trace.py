@@ -8,6 +8,7 @@ once, one request after the other, and counts.  Pure: no clock, no threads, no t
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from os import PathLike
 from typing import Any
 
@@ -21,13 +22,12 @@ from kvtier.errors import ConfigError
 from kvtier.tokens import IntArray, TokenBuffer
 from kvtier.types import Tier
 
-__all__ = ["V4_FLASH", "Outcome", "Request", "Sizes", "Trace", "load", "replay"]
+__all__ = ["V4_FLASH", "Outcome", "Request", "Sizes", "Trace", "clairvoyant", "load", "replay"]
 
 REQUEST_BLOCK = 512
 """Tokens of a block in the form with one request a line."""
 CHUNK_TOKENS = 4096
 """A prompt is computed in chunks of this many tokens."""
-GIB = 1 << 30
 
 
 # ------------------------------------------------------------------ traces
@@ -58,6 +58,20 @@ class Trace:
         block = self.block_tokens
         ids = np.arange(block, dtype="<i4") + request.blocks[:, None] * np.int32(block)
         return TokenBuffer(ids.tobytes()[: request.length * 4])
+
+    def pages(self, page_tokens: int) -> list[list[int]]:
+        """Each prompt as numbers of its full pages; equal numbers are equal prefixes."""
+        numbers: dict[tuple[int, bytes], int] = {}
+        block, out = self.block_tokens, []
+        for request in self.requests:
+            path, above = [], -1
+            for first in range(0, request.length // page_tokens * page_tokens, page_tokens):
+                inside = request.blocks[first // block : -(-(first + page_tokens) // block)]
+                key = above, inside.tobytes() + first.to_bytes(8, "little")
+                above = numbers.setdefault(key, len(numbers))
+                path.append(above)
+            out.append(path)
+        return out
 
     def part(self, start: int, stop: int | None = None) -> "Trace":
         """Some of its requests."""
@@ -127,6 +141,8 @@ def _conversation(row: Mapping[str, Any], numbers: _Numbers) -> list[tuple[float
     known: dict[int, int] = {}  # ids of one conversation mean nothing in another
     for request in row["requests"]:
         keep, length = int(request["keep"]), int(request["in"])
+        if not 0 <= keep <= len(blocks):
+            raise ValueError(f"{keep} blocks kept of {len(blocks)}")
         fresh = []
         for first, count in request["new"]:
             for i in range(first, first + count):
@@ -135,7 +151,7 @@ def _conversation(row: Mapping[str, Any], numbers: _Numbers) -> list[tuple[float
                 fresh.append(known[i])
         blocks = np.append(blocks[:keep], np.array(fresh, dtype=np.int32))
         missing = -(-length // size) - len(blocks)
-        if length < 1 or keep > len(blocks) or not 0 <= missing <= 1:
+        if length < 1 or not 0 <= missing <= 1:
             raise ValueError(f"{len(blocks)} blocks of {size} for {length} tokens")
         whole = blocks
         if missing:
@@ -280,3 +296,39 @@ class _Player:
                     size if p.kind is Kind.CHECKPOINT else 1 for p in op.parts
                 )
             todo += self.core.finish(op.id, len(op.parts))
+
+
+def clairvoyant(trace: Trace, pages: int, page_tokens: int) -> float:
+    """Percent of prompt tokens that a cache of ``pages`` pages would hit which knows the future.
+
+    History alone, no checkpoints: keeps what is asked for soonest and never what is not asked for
+    again.  With room for all it is what any cache could hit at most.
+    """
+    paths = trace.pages(page_tokens)
+    again = _next_uses(paths)
+    held: dict[int, int] = {}
+    farthest: list[tuple[int, int, int]] = []
+    hits = 0
+    for i, (request, path) in enumerate(zip(trace.requests, paths, strict=True)):
+        known = next((n for n, page in enumerate(path) if page not in held), len(path))
+        hits += min(known, (request.length - 1) // page_tokens)
+        for depth, page in enumerate(path):
+            held.pop(page, None)
+            if (use := again[i][depth]) >= 0:
+                held[page] = use
+                heappush(farthest, (-use, -depth, page))
+        while len(held) > pages:
+            use, _, page = heappop(farthest)
+            if held.get(page) == -use:
+                del held[page]
+    return 100 * hits * page_tokens / max(1, trace.prompt_tokens)
+
+
+def _next_uses(paths: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For every page of every prompt the next prompt that has it; -1 for none."""
+    later: dict[int, int] = {}
+    out = []
+    for i in range(len(paths) - 1, -1, -1):
+        out.append([later.get(page, -1) for page in paths[i]])
+        later.update((page, i) for page in paths[i])
+    return out[::-1]

@@ -5,8 +5,8 @@ tree.  A row's key is the record's key; a checkpoint is a child row of its page,
 first holds for both.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 from struct import Struct
 from typing import Any
 
@@ -38,8 +38,10 @@ class DiskTable:
         self._root_index: dict[bytes, int] = {}
         self._free: list[int] = []
         self._next = 0
-        self._victims: deque[tuple[int, int]] = deque()
-        """Candidates: (row, its tick when it was found to be one), oldest first."""
+        self._victims: list[tuple[int, int, int]] = []
+        """Heap of candidates: its tick when it was found to be one, minus its depth, row."""
+        self._horizon = 0
+        """Candidates with younger ticks are left to the next scan."""
         self._size = 0
         self._keys = bytearray()
         self.parent, self.kids, self.depth, self.root = (_none(np.int32) for _ in range(4))
@@ -241,27 +243,33 @@ class DiskTable:
         while need > 0:
             if not self._victims:
                 if scanned_at == len(out):
-                    self._victims.extend((r, int(self.tick[r])) for r in out)
+                    for r in out:
+                        self._propose(r)
                     return None
                 self._scan(set(out))
                 scanned_at = len(out)
                 continue
-            row, tick = self._victims.popleft()
+            tick, _, row = heappop(self._victims)
             if taken.get(row, 0) < 0 or self.tick[row] != tick:
                 continue  # taken, or used since it was queued
-            limit = self._victims[0][1] if self._victims else None
+            limit = self._victims[0][0] if self._victims else self._horizon
             while row >= 0 and self._idle(row, taken):
                 out.append(row)
                 taken[row] = -1 - self.kids[row]
                 need -= int(self.frames[row])
                 parent = int(self.parent[row])
-                if need <= 0 or parent < 0:
+                if parent < 0:
                     break
                 taken[parent] = taken.get(parent, 0) + 1
-                if limit is not None and self.tick[parent] > limit:
+                if need <= 0 or self.tick[parent] > limit:
+                    if self.tick[parent] <= self._horizon and self._idle(parent, taken):
+                        self._propose(parent)  # a leaf now, and as old as the others
                     break
                 row = parent
         return out
+
+    def _propose(self, row: int) -> None:
+        heappush(self._victims, (int(self.tick[row]), -int(self.depth[row]), row))
 
     def _idle(self, row: int, taken: dict[int, int]) -> bool:
         gone = taken.get(row, 0)
@@ -283,7 +291,10 @@ class DiskTable:
             leaves = leaves[np.argpartition(self.tick[leaves], batch)[:batch]]
         order = np.lexsort((-self.depth[leaves], self.tick[leaves]))
         leaves = leaves[order]
-        self._victims.extend(zip(leaves.tolist(), self.tick[leaves].tolist(), strict=True))
+        self._horizon = int(self.tick[leaves[-1]]) if len(leaves) else 0
+        depths = (-self.depth[leaves]).tolist()
+        found = zip(self.tick[leaves].tolist(), depths, leaves.tolist(), strict=True)
+        self._victims = list(found)  # in order, and so a heap
 
     # ------------------------------------------------------------------ checking
     def errors(self) -> Iterator[str]:

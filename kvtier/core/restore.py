@@ -230,6 +230,9 @@ class Restore:
             checkpoint.mark.tick = self.residency.tick + 1  # the lease is about to be counted
             if (host := node.copies[CPU + CHECKPOINT]) is not None:
                 self.residency.weigh_again(host)
+        if (below := node.copies[DISK + CHECKPOINT]) is not None:
+            assert self.residency.disk is not None
+            self.residency.disk.touch(below.frames[0], self.residency.tick + 1)
         on_disk = checkpoint.tier == DISK
         digest = self.residency.digest(node) if on_disk else b""
         part = Part(

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 # From the bottom up.  Units of one row do not know each other, except those listed in INSIDE.
 LAYERS = [
-    {"errors"},
+    {"errors", "progress"},
     {"types"},
     {"tokens", "config"},
     {"layouts"},
@@ -24,6 +24,7 @@ LAYERS = [
     {"assembly", "stepping"},
     {"cache"},
     {"testing", "__init__"},
+    {"cli_trace"},
     {"cli"},
 ]
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}

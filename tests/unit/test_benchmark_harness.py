@@ -95,7 +95,7 @@ def test_comparison_exits_1_past_the_threshold(
 def test_runner_goes_on_past_a_broken_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def call(name: str, quick: bool, peers: Path | None) -> list[Result]:
+    def call(name: str, quick: bool, **options: object) -> list[Result]:
         if name == "bad":
             raise RuntimeError("no luck")
         return [result(name, quick=int(quick))]

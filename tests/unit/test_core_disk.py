@@ -262,6 +262,20 @@ def test_no_room_changes_nothing() -> None:
     assert sorted(disk.victims(5) or []) == sorted(rows)
 
 
+def test_the_oldest_chain_goes_as_a_whole() -> None:
+    """Row by row, as room is needed: a page that has become a leaf is as old as it was, and does
+    not outlive what was used after it because that was queued first."""
+    specs = [(-1, 1, 1), (0, 2, 1), (1, 3, 1), (-1, 1, 5), (3, 2, 5), (-1, 1, 9), (5, 2, 9)]
+    disk, rows = table(*specs, capacity=len(specs))
+    gone = []
+    for _ in range(5):
+        (victim,) = disk.victims(1)
+        gone.append(rows.index(victim))
+        disk.remove(victim)
+        disk.capacity -= 1
+    assert gone == [2, 1, 0, 4, 3]
+
+
 def test_many_more_than_one_batch() -> None:
     """Room for more than one scan's candidates, leaves and parents of leaves."""
     disk = DiskTable(6000)
