@@ -63,9 +63,9 @@ def attach(
     All layers or none; other models in the process are untouched; ``state_dict`` keys do not
     change.  ``workspace_bytes`` bounds the scratch of attention.  V2 and V3 have two forms of it:
     sequences with at most ``max_absorbed`` new tokens take the absorbed one (default: where the
-    operation counts meet); V4 has one, and takes no limit.  Raises UnsupportedModel naming what is missing, LayoutMismatch naming the field in which
-    the cache's layout is not this model's, ConfigError for a backend, workspace or limit that
-    cannot work.
+    operation counts meet); V4 has one, and takes no limit.  Raises UnsupportedModel naming what is
+    missing, LayoutMismatch naming the field in which the cache's layout is not this model's,
+    ConfigError for a backend, workspace or limit that cannot work.
     """
     _check_model(model)
     for name, module in model.named_modules():
