@@ -339,7 +339,7 @@ BUGS = [
     Bug(
         "the line above a victim ignores other tiers",
         "evictor",
-        "            if _alone(above) != alone:\n",
+        "            if (copies.count(None) == _ONE_COPY) != alone:\n",
         "            if False:\n",
     ),
     Bug(

@@ -112,9 +112,11 @@ class _Queue:
         else:
             heappush(self._heap, entry)
 
-    def head(self) -> Queued:
+    def head(self) -> Queued | None:
         line, heap = self._line, self._heap
-        return heap[0] if not line or (heap and heap[0] < line[0]) else line[0]
+        if line and not (heap and heap[0] < line[0]):
+            return line[0]
+        return heap[0] if heap else None
 
     def pop(self) -> Queued:
         line, heap = self._line, self._heap
@@ -224,29 +226,29 @@ class EvictionOrder:
 
     def top(self) -> Entry | None:
         """The best candidate, left where it is; None if there is none."""
-        heads, moved = self._heads, True
-        while moved:
-            moved = False
-            for kind in list(self._queues) if len(heads) != len(self._queues) else ():
-                if kind in heads:
-                    continue
-                queue = self._queues[kind]
-                moved = self._settle(kind, queue) or moved
-                if queue:
-                    rank, _, seq, copy = queue.head()
-                    heads[kind] = self._entry(kind, rank, seq, copy)
-                else:
-                    del self._queues[kind]
+        heads = self._heads
+        if len(heads) != len(self._queues):
+            self._look()
         if not heads:
             return None
-        self._best = min(heads, key=heads.__getitem__)
+        self._best = min(heads, key=heads.__getitem__) if len(heads) > 1 else next(iter(heads))
         return heads[self._best]
 
-    def _settle(self, kind: Kind, queue: "_Queue") -> bool:
-        """Bring the head of a queue up to date; True if copies have moved to other queues."""
-        moved = False
-        while queue:
-            rank, depth, seq, copy = queue.head()
+    def _look(self) -> None:
+        """Find the heads of all queues."""
+        heads, queues = self._heads, self._queues
+        while len(heads) != len(queues):  # copies that move make more to look at
+            for kind in [kind for kind in queues if kind not in heads]:
+                head = self._settle(kind, queues[kind])
+                if head is None:
+                    del queues[kind]
+                else:
+                    heads[kind] = self._entry(kind, head[0], head[2], head[3])
+
+    def _settle(self, kind: Kind, queue: "_Queue") -> Queued | None:
+        """Bring the head of a queue up to date; copies may move to other queues."""
+        while (head := queue.head()) is not None:
+            rank, depth, seq, copy = head
             if copy.queued != seq:
                 self._drop(queue)
                 continue
@@ -258,7 +260,6 @@ class EvictionOrder:
             if now != kind:
                 self._drop(queue)
                 self.again(copy)
-                moved = True
             elif fresh > rank:
                 self._seq += 1
                 copy.queued = self._seq
@@ -266,17 +267,17 @@ class EvictionOrder:
                 queue.push((fresh, depth, self._seq, copy))
             else:
                 break
-        return moved
+        return head
 
-    def _drop(self, queue: "_Queue") -> "Copy":
-        copy = queue.pop()[3]
+    def _drop(self, queue: "_Queue") -> None:
+        queue.pop()
         self._entries -= 1
-        return copy
 
     def pop(self) -> "Copy":
         """Take the candidate that ``top`` has just shown."""
         del self._heads[self._best]
-        copy = self._drop(self._queues[self._best])
+        copy = self._queues[self._best].pop()[3]
+        self._entries -= 1
         copy.queued = 0
         return copy
 

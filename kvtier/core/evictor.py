@@ -24,10 +24,13 @@ it, and all ranked alike: nothing can come between them, so one look at the orde
 Either none of these pages has another copy anywhere, or each has.  A checkpoint is a line of its
 own."""
 
+_ONE_COPY = 5
+"""Empty slots of a page that has one copy in all."""
+
 
 def _alone(node: Node) -> bool:
     """Whether a page has one copy in all, of whatever kind."""
-    return node.copies.count(None) == len(node.copies) - 1
+    return node.copies.count(None) == _ONE_COPY
 
 
 class Evictor:
@@ -74,7 +77,7 @@ class Evictor:
         res = self.residency
         above: Node | None = None
         frames: list[int] = []
-        ghosts: list[tuple[bytes, bool]] = []
+        ghosts: tuple[list[bytes], list[bytes]] = [], []  # never found again, and others
         slot = lines[0][0].tier if lines else GPU  # one pool, so one tier
         for line in lines:
             copy = line[0]
@@ -86,26 +89,28 @@ class Evictor:
             if copy.slot != slot or node.copies[slot + CHECKPOINT] is not None:
                 res.evictions[slot] += len(copy.frames)
                 if copy.slot == slot and sum(c is not None for c in node.copies[:CHECKPOINT]) == 1:
-                    ghosts.append((node.page(res.tree.stride)[:GHOST_BYTES], node.hits > 0))
+                    ghosts[node.hits > 0].append(node.page(res.tree.stride)[:GHOST_BYTES])
                 res.detach(copy)
                 continue
             if res.events is not None:
                 self._note(line)
             frames += [c.frames[0] for c in line]
             gone = _alone(node) and not node.pins
-            above = self._cut(line, ghosts) if gone else self._thin(line)
+            above = self._cut(line, ghosts[node.hits > 0]) if gone else self._thin(line)
         if above is not None:
             self._fell_free(above, slot)
         res.evictions[slot] += len(frames)
         res.pools[slot].give(frames)
-        res.ghosts.remember(ghosts)
+        for again in (False, True):
+            if ghosts[again]:
+                res.ghosts.remember(ghosts[again], again)
 
     def _note(self, line: Line) -> None:
         for copy in line:
             assert copy.node is not None
             self.residency.note("removed", self.residency.digest(copy.node), copy.slot)
 
-    def _cut(self, line: Line, ghosts: list[tuple[bytes, bool]]) -> Node:
+    def _cut(self, line: Line, ghosts: list[bytes]) -> Node:
         """Take pages that are nowhere else out of the tree; returns the one above."""
         tree, leaf, slot = self.residency.tree, line[0].node, line[0].slot
         assert leaf is not None and leaf.run is not None
@@ -116,8 +121,7 @@ class Evictor:
         for copy in line:
             copy.node = None
         pages = range(first * tree.stride, stop * tree.stride, tree.stride)
-        again = leaf.hits > 0
-        ghosts += [(run.tokens[at : at + GHOST_BYTES], again) for at in pages]
+        ghosts += [run.tokens[at : at + GHOST_BYTES] for at in pages]
         tree.cut(run, first)
         return above
 
@@ -203,7 +207,7 @@ class Evictor:
                 or not up.ready
             ):
                 return
-            if _alone(above) != alone:
+            if (copies.count(None) == _ONE_COPY) != alone:
                 return
             if not alone and (copies[slot + CHECKPOINT] is not None or promised(copies, slot)):
                 return

@@ -6,7 +6,7 @@ it should have kept (``EvictionPolicy.returned``).
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 __all__ = ["GHOST_BYTES", "Ghosts"]
 
@@ -37,14 +37,14 @@ class Ghosts:
         """Whether a page that begins like this one was evicted lately."""
         return page[:GHOST_BYTES] in self._seen
 
-    def remember(self, pages: Iterable[tuple[bytes, bool]]) -> None:
-        """Beginnings of evicted pages, each with whether it had been found again before."""
-        seen, ring, evicted = self._seen, self._ring, self._evicted
-        for page, again in pages:
-            evicted[again] += 1
-            mark = 2 * evicted[again] + again
-            seen[page] = mark
-            ring.append((page, mark))
+    def remember(self, pages: Sequence[bytes], again: bool) -> None:
+        """Beginnings of evicted pages, and whether these had been found again before."""
+        seen, ring = self._seen, self._ring
+        before = self._evicted[again]
+        after = self._evicted[again] = before + len(pages)
+        marks = range(2 * before + 2 + again, 2 * after + 2 + again, 2)
+        seen.update(zip(pages, marks, strict=True))
+        ring.extend(zip(pages, marks, strict=True))
         while len(ring) > self._limit:
             page, mark = ring.popleft()
             if seen.get(page) == mark:

@@ -335,7 +335,7 @@ class Residency:
                 node.parent.kids[DISK] -= 1
                 copies[DISK] = copies[DISK + CHECKPOINT] = None
             else:
-                self.ghosts.remember(((node.page(self.tree.stride)[:GHOST_BYTES], node.hits > 0),))
+                self.ghosts.remember([node.page(self.tree.stride)[:GHOST_BYTES]], node.hits > 0)
             self.tree.remove_leaf(node)
             assert node.parent is not None
             node = node.parent

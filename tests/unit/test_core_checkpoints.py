@@ -235,19 +235,20 @@ def page(i: int) -> bytes:
 
 def test_ghosts_tell_what_came_back_soon() -> None:
     ghosts = Ghosts(frames=16, limit=8)
-    ghosts.remember([(page(1)[:64], False), (page(2)[:64], True)])
+    ghosts.remember([page(1)[:64]], False)
+    ghosts.remember([page(2)[:64]], True)
     assert page(1) in ghosts and page(3) not in ghosts
     assert ghosts.returned() is None
     assert ghosts.back(page(1)) and ghosts.back(page(2)) and not ghosts.back(page(3))
     assert ghosts.returned() == (1 / 16, 1 / 16)
     assert ghosts.returned() is None
-    ghosts.remember([(page(10 + i)[:64], False) for i in range(2)])
+    ghosts.remember([page(10 + i)[:64] for i in range(2)], False)
     assert ghosts.back(page(1))  # remembered, but two of its kind have gone since: not soon
     assert ghosts.returned() is None
-    ghosts.remember([(page(20 + i)[:64], True) for i in range(8)])
+    ghosts.remember([page(20 + i)[:64] for i in range(8)], True)
     assert page(1) not in ghosts and len(ghosts) == 8
-    ghosts.remember([(page(20)[:64], True)])  # again: the newer entry counts
-    ghosts.remember([(page(30 + i)[:64], True) for i in range(7)])
+    ghosts.remember([page(20)[:64]], True)  # again: the newer entry counts
+    ghosts.remember([page(30 + i)[:64] for i in range(7)], True)
     assert page(20) in ghosts
     ghosts.clear()
     assert page(20) not in ghosts and len(ghosts) == 0
