@@ -13,7 +13,7 @@ from kvtier.core.geometry import Geometry
 from kvtier.core.ghosts import Ghosts
 from kvtier.core.tree import Node
 from kvtier.types import Tier
-from tests.property.server import FakeServer, server
+from tests.property.server import FakeServer, packed, server
 
 FACTS: dict[str, Any] = {
     "gap": 8, "frames": 4, "deepest": False, "passed": True, "uses": 0, "prompt_end": False,
@@ -165,7 +165,7 @@ def test_expendable_ones_take_free_room_only() -> None:
     assert rec is not None
     captures, _ = made.core.reserve([rec], [5])
     assert [c.position for c in captures] == [4, 5]
-    made.core.abandon([rec])
+    made.core.abandon([rec], [5])
     made.run(made.core.release(rec))
     assert made.core.stats().tiers[Tier.CPU].evictions == evicted
 
@@ -198,6 +198,17 @@ def test_the_last_of_a_chain_becomes_its_deepest() -> None:
     assert [k[2] for k in kinds] == [residency._standing(tail)]
     assert tail.mark is not None
     assert residency._standing(tail) == Scale(Adaptive(), 1).standing(tail.mark, deepest=True)
+
+
+def test_match_tells_what_is_known_apart_from_where_to_resume() -> None:
+    """H3: the gap between them is history a server may compute anew, or not."""
+    made = tails(cpu=40, checkpoints=Sparse(every_pages=4))
+    serve(made, [1] * 12)
+    assert on_host(made) == [4, 8, 11, 12]
+    found = made.core.match(packed([1] * 10 + [2] * 9))
+    assert (found.tokens, found.history_tokens, found.cpu_tokens) == (8, 10, 8)
+    found = made.core.match(packed([1] * 3 + [2] * 9))
+    assert (found.tokens, found.history_tokens, found.restore_bytes) == (0, 3, 0)
 
 
 # ---------------------------------------------------------------------- found again
