@@ -45,6 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        # Triton reads it when it is imported, and any test module may be the first to do so.
+        os.environ["TRITON_INTERPRET"] = "1"
     if config.getoption("--long"):
         settings.load_profile("long")
     elif not config.getoption("--hypothesis-profile", None):

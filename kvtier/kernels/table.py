@@ -108,6 +108,7 @@ _V4_ROWS = frozenset({(128,), (512,)})
 """An indexer's key; an entry, or what a window keeps of a token."""
 
 _DENSE = "dense"
+_INDEX_RECORDS = (_DENSE, "index_fp8", "index_mxfp4")
 _V4_RECORDS = (_DENSE, "v4_fp8", "index_fp8", "index_mxfp4")
 
 
@@ -166,6 +167,18 @@ _ROWS: tuple[_Row, ...] = (
         )
         for record in of
     ),
+    *(
+        _Row(
+            "index_topk",
+            record,
+            "triton",
+            _triton("index", "index_topk"),
+            frozenset({(128,)}),
+            _SINGLES,
+            _CUDA,
+        )
+        for record in _INDEX_RECORDS
+    ),
     _Row(
         "index_query",
         _DENSE,
@@ -189,7 +202,7 @@ _ROWS: tuple[_Row, ...] = (
             ("write_normed", fused.write_normed, _V4_RECORDS),
             ("compress_write", fused.compress_write, _V4_RECORDS),
             ("write_record", records.write_records, tuple(records.RECORDS)),
-            ("index_topk", index_topk, (_DENSE, "index_fp8", "index_mxfp4")),
+            ("index_topk", index_topk, _INDEX_RECORDS),
             ("sparse_attend", sparse_attend, (_DENSE, "v4_fp8")),
         )
         for record in map(records.RECORDS.__getitem__, names)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.records import Record
+from kvtier.kernels.triton_batch import place
 from kvtier.kernels.triton_values import (
     exp_of_negative,
     over_root_mean_square,
@@ -143,29 +144,6 @@ def _check_frames(frame: Tensor, captures: Tensor, dim: int) -> None:
 
 
 @triton.jit
-def _sequence_of(token, offsets, sequences):
-    """The sequence whose tokens ``token`` is one of."""
-    low = token * 0
-    high = low + sequences
-    while low + 1 < high:
-        middle = (low + high) // 2
-        mine = tl.load(offsets + middle) <= token
-        low = tl.where(mine, middle, low)
-        high = tl.where(mine, high, middle)
-    return low
-
-
-@triton.jit
-def _place(token, offsets, lengths, sequences):
-    """Sequence, position (negative in a padding row), context and first token, of a token."""
-    b = _sequence_of(token, offsets, sequences)
-    first = tl.load(offsets + b).to(tl.int64)
-    stop = tl.load(lengths + b).to(tl.int64)
-    context = stop - (tl.load(offsets + b + 1).to(tl.int64) - first)
-    return b, context + token - first, context, first
-
-
-@triton.jit
 def _candidates(
     kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring,
     slot, context, first, positions, columns, part,
@@ -211,7 +189,7 @@ def _close(
 ):  # fmt: skip
     """The entry that this program's token closes, if it does, from candidates to bytes."""
     token = tl.program_id(0).to(tl.int64)
-    b, position, context, first = _place(token, offsets, lengths, sequences)
+    b, position, context, first = place(token, offsets, lengths, sequences)
     slot = tl.load(state_slots + b).to(tl.int64)
     target = tl.load(slots + token).to(tl.int64)
     closes = (position >= 0) & ((position + 1) % RATIO == 0)
@@ -248,7 +226,7 @@ def _move_on(
 ):  # fmt: skip
     """This program's token into the rings, if it is one of its sequence's last."""
     token = tl.program_id(0).to(tl.int64)
-    b, position, _, _ = _place(token, offsets, lengths, sequences)
+    b, position, _, _ = place(token, offsets, lengths, sequences)
     slot = tl.load(state_slots + b).to(tl.int64)
     last = (position >= 0) & (position >= tl.load(lengths + b).to(tl.int64) - ring)
     if last & (slot >= 0) & (slot < ring_slots):

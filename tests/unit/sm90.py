@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kvtier.kernels import RECORDS, triton_compress, triton_query, triton_write
+from kvtier.kernels import RECORDS, triton_compress, triton_index, triton_query, triton_write
 from tests.unit.v4_cases import batch_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,6 +109,23 @@ def queries() -> Iterator[tuple[str, Callable[[], Any]]]:
         )
 
 
+def indexes() -> Iterator[tuple[str, Callable[[], Any]]]:
+    batch = batch_of([(3, 9000)])
+    for dtype in FLOATS:
+        query = torch.zeros(3, 64, 128, dtype=dtype)
+        for name in ("index_fp8", "index_mxfp4", "dense"):
+            for topk in (512, 4096):
+                yield (
+                    f"index_topk {name} {str(dtype).removeprefix('torch.')} of {topk}",
+                    lambda q=query, name=name, dtype=dtype, topk=topk: triton_index.index_topk(
+                        *(q, torch.zeros(3, 64), pages(name, 128, dtype), batch),
+                        ratio=4,
+                        topk=topk,
+                        record=RECORDS[name],
+                    ),
+                )
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -129,6 +146,9 @@ def main() -> None:
             get_current_stream=lambda device: 0,
         )
     )
+    # The interpreter has other products than a GPU.
+    chosen = triton_index._dot
+    triton_index._dot = lambda *args, on_gpu: chosen(*args, on_gpu=True)
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -138,7 +158,7 @@ def main() -> None:
 
     JITFunction.run = compile_only
     report: dict[str, Any] = {}
-    for cases in (writers, compressors, queries):
+    for cases in (writers, compressors, queries, indexes):
         for label, call in cases():
             if len(sys.argv) > 1 and not any(word in label for word in sys.argv[1:]):
                 continue

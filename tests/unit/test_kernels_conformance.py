@@ -5,18 +5,13 @@ triton in its interpreter too, where there is no GPU.
 """
 
 import ast
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from kvtier.kernels import (  # noqa: E402  the variable is read when kernels are imported
+from kvtier.kernels import (
     RECORDS,
     Case,
     HeadDims,
@@ -32,8 +27,8 @@ from kvtier.kernels import (  # noqa: E402  the variable is read when kernels ar
     write_normed,
     write_records,
 )
-from tests.unit.mla_cases import MlaCase  # noqa: E402
-from tests.unit.v4_cases import batch_of  # noqa: E402
+from tests.unit.mla_cases import MlaCase
+from tests.unit.v4_cases import batch_of
 
 RELEASED = HeadDims(heads=3, latent=512, rope=64, nope=128, value=128)
 ODD = HeadDims(heads=5, latent=24, rope=6, nope=10, value=7)
@@ -48,6 +43,7 @@ TOLERANCE = {
     torch.float16: 1e-3,
     torch.bfloat16: 8e-3,
 }
+GPU = torch.cuda.is_available()
 LENGTHS = [(1, 1), (1, 33), (5, 5), (1, 0), (7, 40), (2, 17)]
 
 
