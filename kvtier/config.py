@@ -97,7 +97,7 @@ class _Placement(CheckpointPolicy):
 
 @dataclass(frozen=True, slots=True)
 class _Adaptive(_Placement):
-    """The guesses are round numbers: results move by tenths of a point between half and twice."""
+    """The guesses are round numbers; what comes of them is flat around each."""
 
     def worth(
         self,

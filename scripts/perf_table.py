@@ -36,12 +36,40 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
     ]
 
 
+def by_policy(results: Sequence[Result], name: str) -> str:
+    """One row a trace and size of its tiers, one column a policy; what was not run is empty."""
+    found = [r for r in results if r.name == name]
+    cells = {(_tiers(r), _policy(r)): f"{r.median:.1f}" for r in found}
+    columns = list(dict.fromkeys(_policy(r) for r in found))
+    lines = [
+        [*tiers, *(cells.get((tiers, column), "") for column in columns)]
+        for tiers in dict.fromkeys(_tiers(r) for r in found)
+    ]
+    return table(lines, ["trace", "host GiB", "disk GiB", *columns])
+
+
+def _tiers(result: Result) -> tuple[str, str, str]:
+    p = result.params
+    return str(p["trace"]), f"{p['host_gib']:g}", f"{p['disk_gib']:g}" if p["disk_gib"] else ""
+
+
+def _policy(result: Result) -> str:
+    policy, eviction = result.params["policy"], result.params["eviction"]
+    return f"{policy}" if eviction == "none" else f"{policy}, {eviction}"
+
+
 def render(about: dict[str, Any], results: Sequence[Result]) -> str:
-    """The table and a line on what it was taken on."""
+    """The tables and a line on what they were taken on."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     header = ["", "", "median", "p10 .. p90", "baseline", "better by"]
+    if all("policy" in r.params for r in results):
+        names = dict.fromkeys(r.name for r in results)
+        unit = {r.name: r.unit for r in results}
+        told = "\n\n".join(f"`{n}`, {unit[n]}:\n\n{by_policy(results, n)}" for n in names)
+    else:
+        told = table(rows(results), header)
     return (
-        f"{table(rows(results), header)}\n\n"
+        f"{told}\n\n"
         f"Taken {about['date'][:10]} at {about['git']} on {about['cpu']}, {about['device']}; "
         f"{versions}.\n"
     )
