@@ -258,8 +258,10 @@ class Cache:
         Leaving it normally commits every token given (or what ``Step.accept`` said): their KV is
         written by what the block queued on ``stream`` (None: the current one).  Leaving it with an
         exception commits none and lets that exception through; what was reserved stays as the
-        leases' capacity.  A lease that was released meanwhile is left out, and its pages return
-        then.  An empty batch is a step too.
+        leases' capacity.  (A lease that was fed more than ``Layout.max_rejected`` tokens has lost
+        its tail by then: it restores at its last checkpoint, so wait on ``ready`` again.)  A lease
+        that was released meanwhile is left out, and its pages return then.  An empty batch is a
+        step too.
 
         Raises LeaseError for a lease that is in the batch twice, in another step or of another
         cache, LeaseReleased, LeaseNotReady, and TokenError.

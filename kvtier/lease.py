@@ -218,7 +218,7 @@ class Lease:
         with self._pump as core:
             record = self._writable("reserve")
             _, ops = core.reserve([record], [n])
-            core.abandon([record])
+            core.abandon([record], [0])  # only steps take checkpoints
             self._by_hand = True
             self._pump.plan(ops)
 
@@ -251,11 +251,15 @@ class Lease:
         with self._pump as core:
             record = self._writable("truncate")
             stands, ops = core.truncate(record, n)
-            if record.state is LeaseState.RESTORING or record in core.settled:
-                self._ready = running_future()
-                self._pump.expect_ready(record, self._ready)
+            self._restores(core)
             self._pump.plan(ops)
         return stands
+
+    def _restores(self, core: CacheCore) -> None:
+        """The core may have sent the lease back to a checkpoint: ``ready`` is another one then."""
+        if self._record.state is LeaseState.RESTORING or self._record in core.settled:
+            self._ready = running_future()
+            self._pump.expect_ready(self._record, self._ready)
 
     def fork(self, *, label: str = "") -> "Lease":
         """A second lease on the same tokens.  Full pages are shared, the last one is copied.

@@ -73,6 +73,7 @@ def geometry_for(layout: Layout, config: CacheConfig, *, disk_frames: int = 0) -
         window_kept=layout.window_kept,
         gpu_windows=gpu_windows,
         max_draft=layout.max_draft,
+        max_rejected=layout.max_rejected,
     )
 
 

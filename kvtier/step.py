@@ -78,6 +78,7 @@ class Step:
         "_counts",
         "_data",
         "_ended",
+        "_max_rejected",
         "_pool",
         "_rows",
         "block_table",
@@ -123,6 +124,7 @@ class Step:
     _accepted: list[int] | None
     _data: bytes
     _ended: bool
+    _max_rejected: int | None
     _pool: DeviceRows | None
     _rows: "dict[Lease, int] | None"
 
@@ -157,8 +159,8 @@ class Step:
         """Commit only the first ``n`` of this lease's new tokens (the rest were rejected drafts).
 
         The others leave nothing behind: the next step writes over their slots.  Raises LeaseError
-        for a lease that is not in this step, for an ``n`` outside [0, its new tokens], and after
-        the step.
+        for a lease that is not in this step, for an ``n`` outside [0, its new tokens], for more
+        rejected ones than ``Layout.max_rejected``, and after the step.
         """
         if self._ended:
             raise LeaseError("the step has ended: accept() belongs inside its with block")
@@ -171,6 +173,12 @@ class Step:
         if not isinstance(n, int) or not 0 <= n <= self._counts[row]:
             raise LeaseError(
                 f"cannot accept {n} of the {self._counts[row]} tokens of lease {lease.label!r}"
+            )
+        rejected, most = self._counts[row] - n, self._max_rejected
+        if most is not None and rejected > most:
+            raise LeaseError(
+                f"cannot reject {rejected} tokens of lease {lease.label!r}: they have overwritten "
+                f"what the next one reads; max_draft={most - 1} of the layout allows {most}"
             )
         self._accept(row, n)
 
@@ -236,6 +244,7 @@ def build_step(
     step._counts = counts
     step._data = data
     step._ended = False
+    step._max_rejected = layout.max_rejected
     step._pool = pool
     step._accepted = None
     step._rows = None

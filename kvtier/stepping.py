@@ -113,7 +113,10 @@ class Stepping:
                     counts, data = step._committed()
                     self._pump.plan(core.commit(self._records, counts, data))
                 else:
-                    core.abandon(self._records)
+                    counts = [0 if row in gone else n for row, n in enumerate(step._counts)]
+                    self._pump.plan(core.abandon(self._records, counts))
+                    for lease in step.leases:
+                        lease._restores(core)
             finally:
                 for row in gone:
                     self._pump.release(self._records[row])

@@ -49,6 +49,13 @@ class Bug:
 
 
 BUGS = [
+    # ---------------------------------------------------------------- steps that fail
+    Bug(
+        "a failed step is taken for harmless to a tail",
+        "machine",
+        "if most is not None and n > most and",
+        "if most is not None and n > 64 and",
+    ),
     # ---------------------------------------------------------------- leases and restore
     Bug(
         "an opened lease does not pin its prefix",

@@ -42,7 +42,7 @@ class Branching:
             self.writing.cut(rec, -(-n // page))
             return n, []
         if self.geometry.has_tails:
-            return self._truncate_to_checkpoint(rec, n)
+            return self.to_checkpoint(rec, n)
         keep, part = -(-n // page), n % page
         ops: list[Op] = []
         if part and not (
@@ -71,7 +71,8 @@ class Branching:
         self.tables.put(rec.row, i, [frame])
         return op
 
-    def _truncate_to_checkpoint(self, rec: LeaseRecord, n: int) -> tuple[int, list[Op]]:
+    def to_checkpoint(self, rec: LeaseRecord, n: int) -> tuple[int, list[Op]]:
+        """Restore the last checkpoint at or before ``n`` tokens; returns where that is."""
         path = rec.nodes[: n // self.geometry.page_tokens]
         self.writing.return_captures(rec)
         rec.limit, rec.source = len(path), bytes(rec.tokens[: 4 * n])

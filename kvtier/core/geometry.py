@@ -35,6 +35,8 @@ class Geometry:
     gpu_windows: int = 0
     max_draft: int = 0
     """Tokens past the committed ones that may be rejected; windows are kept that much longer."""
+    max_rejected: int | None = None
+    """Tokens of one step that may be rejected without a lease's tail being lost; None: any."""
 
     def __post_init__(self) -> None:
         if not self.window_kept:

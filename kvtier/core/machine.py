@@ -235,9 +235,16 @@ class CacheCore:
         after lease.  Full pages become shareable and start on their way down: one PACK for all."""
         return self.writing.commit(recs, counts, data)
 
-    def abandon(self, recs: Sequence[LeaseRecord]) -> None:
-        """A step was left with an exception: captures go back, the reserve stays."""
+    def abandon(self, recs: Sequence[LeaseRecord], counts: Sequence[int]) -> list[Op]:
+        """A step that was to write ``counts[i]`` tokens of ``recs[i]`` was left with an exception:
+        captures go back, the reserve stays.  Where that many may not be rejected, the lease
+        restores at its last checkpoint: nobody knows how far the pass came in its tail."""
         self.writing.abandon(recs)
+        most, ops = self.geometry.max_rejected, []
+        for rec, n in zip(recs, counts, strict=True):
+            if most is not None and n > most and rec.state is LeaseState.ACTIVE:
+                ops += self.branching.to_checkpoint(rec, rec.length)[1]
+        return ops
 
     def truncate(self, rec: LeaseRecord, n: int) -> tuple[int, list[Op]]:
         """Roll back to at most ``n`` committed tokens; returns where the lease now stands."""

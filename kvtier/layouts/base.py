@@ -207,6 +207,17 @@ class Layout:
         return 0
 
     @property
+    def max_rejected(self) -> int | None:
+        """Tokens of one step that may be rejected and leave the tail as it was; None: any number.
+
+        A ring that holds what is read and ``max_draft`` tokens more overwrites nothing that is
+        needed until it has turned one token further than that.
+        """
+        if any(c.checkpoint_slots is not None for c in self.states):
+            return self.max_draft + 1
+        return None
+
+    @property
     def fingerprint(self) -> bytes:
         """16 bytes over everything that changes bytes or meaning; part of every stored key.
 

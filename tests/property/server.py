@@ -223,9 +223,15 @@ class FakeServer:
             due = {c.position: c.frame for c in captures if c.row == row}
             self.forward(rec, new, more, due)
         if fail:
-            core.abandon(recs)
-            for rec in recs:  # what the failed pass did to the state is undone by its owner
-                self.restore_state(rec)
+            self.run(core.abandon(recs, counts))
+            most = self.geometry.max_rejected
+            for rec, n in zip(recs, counts, strict=True):
+                if most is None or n <= most:  # the rings still hold what is read: its owner's doing
+                    assert rec.state is LeaseState.ACTIVE
+                    self.restore_state(rec)
+                else:
+                    assert rec.length % self.geometry.page_tokens == 0
+                    REACHED["tail lost to a failed step"] += 1
             REACHED["step abandoned"] += 1
             return False
         self.commit(recs, news)

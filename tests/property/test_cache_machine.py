@@ -365,17 +365,23 @@ class CacheMachine(RuleBasedStateMachine):
             return
         except ZeroDivisionError:
             REACHED["step failed"] += 1
-            for held, context in zip(batch, before, strict=True):
-                if held.lease.state is LeaseState.ACTIVE:
+            for held, context, new in zip(batch, before, news, strict=True):
+                if self.loses_its_tail(len(new) + rejected):
+                    REACHED["tail lost to a failed step"] += 1
+                elif held.lease.state is LeaseState.ACTIVE:
                     assert held.lease.num_tokens == len(context)
                     self.write_state(held)  # what the failed pass did is undone by its owner
         self.held = [h for h in self.held if h.lease.state is not LeaseState.RELEASED]
         for held in batch:
-            if held in self.held:
+            if held in self.held and held.lease.state is LeaseState.ACTIVE:
                 entry = held.identity, tuple(held.lease.tokens().tolist())
                 if held.lease._record.write and entry not in self.known:
                     self.known.append(entry)
         del self.known[:-12]
+
+    def loses_its_tail(self, fed: int) -> bool:
+        most = self.layout.max_rejected
+        return most is not None and fed > most
 
     def serve_another(self) -> None:
         """In the middle of a step: its pages must not be the ones of a lease that has gone."""
@@ -784,6 +790,6 @@ def test_the_machine_gets_around(long_run: bool) -> None:
         *("released in a step", "step on a lease that is not ready", "captured", "truncated"),
         *("forked", "paused", "resumed whole", "resumed a partial page", "prefetching"),
         *("released while restoring", "evicted GPU", "evicted CPU", "evicted DISK"),
-        *("corrupted", "restarted", "asked again"),
+        *("corrupted", "restarted", "asked again", "tail lost to a failed step"),
     ):
         assert REACHED[what] >= 5, (what, REACHED)

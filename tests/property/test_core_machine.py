@@ -129,6 +129,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
             window_kept=kept,
             gpu_windows=max(wide, leases * wide - leases // 2) if window else 0,
             max_draft=draft if window else 0,
+            max_rejected=draft + 1 if window else None,
         )
         self.recorded, self.images = not recorded, 0
         self.build(
@@ -656,6 +657,7 @@ EVERYWHERE = (
     "cleared during drop", "prefetch in flight", "prefetch cancelled", "pinned and evicted",
     "restoring with a reserve", "restarted with pages on disk", "found after a restart",
     "corrupted", "replayed", "expired", "pinned a checkpoint", "found bad by two",
+    "tail lost to a failed step",
 )  # fmt: skip
 SELDOM = {"resume refused": 20, "partial drop": 20, "died before a deletion": 20}
 LEAST = dict.fromkeys(EVERYWHERE, 100) | SELDOM

@@ -14,7 +14,7 @@ import torch
 import kvtier
 from kvtier import LeaseState, Tier
 from kvtier.cli import main
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, LeaseError
 from kvtier.layouts import Layout
 from tests.shell.v4_kit import PAGE, ByteModel, open_lease, prompt, sized, small
 
@@ -220,39 +220,80 @@ def test_pause_and_resume_anywhere(options: dict[str, Any]) -> None:
 
 
 def test_a_pause_parks_what_is_committed() -> None:
-    """A large step was left with an exception: its windows are reserved, and not parked."""
+    """Windows that are reserved are not parked."""
     tokens = prompt(1500)
     with served(small(), gpu=14) as model, open_lease(model, tokens) as lease:
         model.prefill(lease, tokens[:200])
-        with (
-            pytest.raises(ZeroDivisionError),
-            model.cache.step([(lease, tokens[200:1400])]) as step,
-        ):
-            model.write(step)
-            raise ZeroDivisionError
-        model.feed(lease, [])  # what the failed step left in the rings is undone by its owner
+        lease.reserve(1200)
         assert len(windows_of(lease)) == 11
-        # The rings have taken in other rows meanwhile: as the model would, write them again.
-        with model.cache.step([(lease, tokens[200:201])]) as step:
-            model.write(step)
-        self_heal(model, lease)
         lease.pause().result(timeout=20)
         model.poison()
-        assert lease.resume().result(timeout=20) == 201
+        assert lease.resume().result(timeout=20) == 200
         model.check(lease)
 
 
-def self_heal(model: ByteModel, lease: kvtier.Lease) -> None:
-    """Rows that a failed step of 1,200 tokens overwrote in rings too short for it."""
-    tokens = lease.tokens().tolist()
-    digests, slot = model.digests(tokens), lease._record.state_slot
-    for c in model.layout.states:
-        for layer in c.layers:
-            at = model.needed(c, len(tokens))
-            rows = model.pool.rows(c.name, layer).view(torch.uint8).numpy()
-            rows[slot * c.slots_per_page + at % c.slots_per_page] = model.rows(
-                c, layer, digests[at]
-            )
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_step_that_fails_after_more_than_the_rings_hold(drafts: int) -> None:
+    """It has overwritten what the next token reads: the lease goes back to its last checkpoint."""
+    tokens = prompt(1000)
+    with served(small(max_draft=drafts)) as model, open_lease(model, tokens) as lease:
+        model.prefill(lease, tokens[:600])
+        for fed, stands in ((drafts + 1, 600), (drafts + 2, 512), (300, 512)):
+            with (
+                pytest.raises(ZeroDivisionError),
+                model.cache.step([(lease, prompt(fed, seed=fed))]) as step,
+            ):
+                model.write(step)
+                raise ZeroDivisionError
+            lease.ready.result(timeout=20)
+            assert lease.num_tokens == stands
+            model.poison()
+            model.check(lease)
+        model.prefill(lease, tokens)
+        model.check(lease)
+    with served(small(max_draft=drafts)) as model, open_lease(model, tokens) as lease:
+        model.prefill(lease, tokens[:200])  # no checkpoint yet: from the start
+        with pytest.raises(ZeroDivisionError), model.cache.step([(lease, tokens[:9])]) as step:
+            model.write(step)
+            raise ZeroDivisionError
+        assert lease.ready.result(timeout=20) == 0
+        model.prefill(lease, tokens)
+        model.check(lease)
+
+
+def test_a_lease_released_in_a_step_that_fails() -> None:
+    tokens = prompt(700)
+    with served(small()) as model:
+        lease, other = open_lease(model, tokens), open_lease(model, tokens, read=False)
+        for each in (lease, other):
+            model.prefill(each, tokens[:600])
+        work = [(lease, tokens[600:700]), (other, tokens[600:700])]
+        with pytest.raises(ZeroDivisionError), model.cache.step(work) as step:
+            model.write(step)
+            lease.release()
+            raise ZeroDivisionError
+        assert other.ready.result(timeout=20) == 512
+        model.poison()
+        model.check(other)
+        other.release()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_no_more_is_rejected_than_the_rings_hold(drafts: int) -> None:
+    tokens = prompt(700)
+    with served(small(max_draft=drafts)) as model, open_lease(model, tokens) as lease:
+        model.prefill(lease, tokens[:255])
+        for _ in range(5):
+            n = lease.num_tokens
+            model.feed(lease, tokens[n : n + 1], rejected=drafts + 1)
+            model.check(lease)
+        n = lease.num_tokens
+        with model.cache.step([(lease, tokens[n : n + drafts + 3])]) as step:
+            model.write(step)
+            with pytest.raises(LeaseError, match=f"cannot reject {drafts + 2} tokens"):
+                step.accept(lease, 1)
+        assert lease.num_tokens == n + drafts + 3
+        model.check(lease)
 
 
 @pytest.mark.parametrize("options", [{}, {"tail": "seed"}])
