@@ -226,7 +226,7 @@ class FakeServer:
             self.run(core.abandon(recs, counts))
             most = self.geometry.max_rejected
             for rec, n in zip(recs, counts, strict=True):
-                if most is None or n <= most:  # the rings still hold what is read: its owner's doing
+                if most is None or n <= most:  # still there: its owner puts it right
                     assert rec.state is LeaseState.ACTIVE
                     self.restore_state(rec)
                 else:
