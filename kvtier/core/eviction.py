@@ -147,6 +147,7 @@ class EvictionOrder:
         "_policy",
         "_queues",
         "_seq",
+        "_settled",
         "_standing",
         "_weighed",
     )
@@ -171,7 +172,8 @@ class EvictionOrder:
         self._seq = 0
         self._now = 0
         self._heads: dict[Kind, Entry] = {}
-        """Of the queues that have been looked at since ``begin``."""
+        """Of the queues, since ``begin``; up to date where ``_settled``."""
+        self._settled: set[Kind] = set()
 
     def __len__(self) -> int:
         return self._entries
@@ -180,21 +182,25 @@ class EvictionOrder:
         """Victims are to be chosen at tick ``now``; nothing changes until all have been."""
         self._now = now
         self._heads.clear()
+        self._settled.clear()
 
     def entry(self, copy: "Copy") -> Entry:
         """Where a copy stands among all others."""
         kind, rank = self._place(copy)
-        self._seq += 1
-        return self._entry(kind, rank, self._seq, copy)
-
-    def _entry(self, kind: Kind, rank: int, seq: int, copy: "Copy") -> Entry:
-        priority, again, standing = kind
-        age, weight = self._now - rank + 1, 2.0 ** (standing / 2)
-        if again:
-            weight *= self._policy.weight(True)
         assert copy.node is not None
-        late = age / weight if age > 0 else age * weight
-        return priority, -late, -copy.node.depth, seq, copy
+        self._seq += 1
+        return self._entry(kind, (rank, -copy.node.depth, self._seq, copy))
+
+    def _entry(self, kind: Kind, queued: Queued) -> Entry:
+        rank, depth, seq, copy = queued
+        priority, again, standing = kind
+        late: float = self._now - rank + 1
+        if again or standing:
+            weight = 2.0 ** (standing / 2)
+            if again:
+                weight *= self._policy.weight(True)
+            late = late / weight if late > 0 else late * weight
+        return priority, -late, depth, seq, copy
 
     def _place(self, copy: "Copy") -> tuple[Kind, int]:
         node, mark = copy.node, copy.mark
@@ -215,6 +221,7 @@ class EvictionOrder:
                 queue = self._queues[kind] = _Queue()
             queue.push(entry)
             self._heads.pop(kind, None)
+            self._settled.discard(kind)
             self._entries += 1
             if self._entries > self._limit:
                 self._compact()
@@ -226,24 +233,30 @@ class EvictionOrder:
 
     def top(self) -> Entry | None:
         """The best candidate, left where it is; None if there is none."""
-        heads = self._heads
-        if len(heads) != len(self._queues):
-            self._look()
-        if not heads:
-            return None
-        self._best = min(heads, key=heads.__getitem__) if len(heads) > 1 else next(iter(heads))
-        return heads[self._best]
+        heads, queues, settled = self._heads, self._queues, self._settled
+        while queues:
+            if len(heads) != len(queues):
+                self._look()
+            best = min(heads, key=heads.__getitem__) if len(heads) > 1 else next(iter(heads))
+            if best in settled:
+                self._best = best
+                return heads[best]
+            # A head that is out of date stands too far in front, so only the first is looked at.
+            head = self._settle(best, queues[best])
+            if head is None:
+                queues.pop(best, None)
+                heads.pop(best, None)
+            else:
+                settled.add(best)
+                heads[best] = self._entry(best, head)
+        return None
 
     def _look(self) -> None:
-        """Find the heads of all queues."""
-        heads, queues = self._heads, self._queues
-        while len(heads) != len(queues):  # copies that move make more to look at
-            for kind in [kind for kind in queues if kind not in heads]:
-                head = self._settle(kind, queues[kind])
-                if head is None:
-                    del queues[kind]
-                else:
-                    heads[kind] = self._entry(kind, head[0], head[2], head[3])
+        """Where the queues' heads stand, as far as is known."""
+        heads = self._heads
+        for kind, queue in self._queues.items():
+            if kind not in heads and (head := queue.head()) is not None:
+                heads[kind] = self._entry(kind, head)
 
     def _settle(self, kind: Kind, queue: "_Queue") -> Queued | None:
         """Bring the head of a queue up to date; copies may move to other queues."""
@@ -276,7 +289,11 @@ class EvictionOrder:
     def pop(self) -> "Copy":
         """Take the candidate that ``top`` has just shown."""
         del self._heads[self._best]
-        copy = self._queues[self._best].pop()[3]
+        self._settled.discard(self._best)
+        queue = self._queues[self._best]
+        copy = queue.pop()[3]
+        if not queue:
+            del self._queues[self._best]
         self._entries -= 1
         copy.queued = 0
         return copy
@@ -285,6 +302,7 @@ class EvictionOrder:
         """Forget stale entries: at least half, a pool has no more copies."""
         self._entries = 0
         self._heads.clear()
+        self._settled.clear()
         for kind, queue in list(self._queues.items()):
             queue.compact()
             self._entries += len(queue)
