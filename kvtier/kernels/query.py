@@ -27,7 +27,8 @@ def rms_norm(values: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
     Summed by halves, see ``exact``.
     """
     exact = _exact(values)
-    mean = sum_by_halves(exact.square(), -1) / exact.shape[-1]
+    # Times the inverse: that is what some devices make of a division by a number.
+    mean = sum_by_halves(exact.square(), -1) * (1 / exact.shape[-1])
     normed = exact * one_over_root(mean + eps)[..., None]
     return normed if weight is None else normed * weight.to(normed.dtype)
 

@@ -1,9 +1,9 @@
-"""Where a token of a step stands, found on the device from the batch's lengths."""
+"""Where tokens of a step stand, found on the device from the batch's lengths."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["place"]
+__all__ = ["closing", "place"]
 
 
 @triton.jit
@@ -27,3 +27,32 @@ def place(token, offsets, lengths, sequences):
     stop = tl.load(lengths + b).to(tl.int64)
     context = stop - (tl.load(offsets + b + 1).to(tl.int64) - first)
     return b, context + token - first, context, first
+
+
+@triton.jit
+def closing(nth, offsets, lengths, sequences, RATIO: tl.constexpr):
+    """The batch's ``nth`` token that closes an entry: sequence (-1: there are not so many),
+    position, context and first token."""
+    b = nth * 0 - 1
+    before = nth * 0
+    begin = nth * 0
+    while (begin < sequences) & (b < 0):
+        row = begin + tl.arange(0, 128)
+        real = row < sequences
+        new = tl.load(offsets + row + 1, mask=real, other=0)
+        new -= tl.load(offsets + row, mask=real, other=0)
+        stop = tl.load(lengths + row, mask=real, other=0)
+        count = tl.where(stop > 0, stop // RATIO - tl.maximum(stop - new, 0) // RATIO, 0)
+        upto = before + tl.cumsum(count.to(tl.int64), axis=0)
+        mine = (nth < upto) & (nth >= upto - count)
+        b = tl.max(tl.where(mine, row, -1), axis=0)
+        before = tl.where(
+            b < 0, tl.max(upto, axis=0), tl.max(tl.where(mine, upto - count, 0), axis=0)
+        )
+        begin += 128
+    row = tl.maximum(b, 0)
+    first = tl.load(offsets + row).to(tl.int64)
+    stop = tl.load(lengths + row).to(tl.int64)
+    context = stop - (tl.load(offsets + row + 1).to(tl.int64) - first)
+    position = (context // RATIO + 1 + nth - before) * RATIO - 1
+    return b, position, context, first

@@ -1,20 +1,21 @@
 """Compressing into pages in triton: pool, norm, rotate and pack; then the rings move on.
 
 Grids depend on shapes alone and nothing is asked of the device, so a captured graph may be replayed
-with other lengths, slots and captures in the same tensors: of the batch only ``cu_seqlens_q``,
+with other lengths, slots and captures in the same tensors: of the batch only ``cu_seqlens_q`` and
 ``kv_lens_device`` are read.  Rings are written by a launch of their own, behind the one that reads
 them.  State slots and slots out of range are skipped, not raised for.
 """
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.records import Record
-from kvtier.kernels.triton_batch import place
+from kvtier.kernels.triton_batch import closing, place
 from kvtier.kernels.triton_values import (
     exp_of_negative,
     over_root_mean_square,
@@ -28,7 +29,8 @@ from kvtier.kernels.triton_write import pool_of
 __all__ = ["compress_write"]
 
 TILE_VALUES = 4096
-"""Candidate values of one program's tile, at most."""
+"""Candidate values that a program pools, at most: an entry that has more is pooled by several, and
+its norm then takes a launch of its own."""
 
 
 def compress_write(
@@ -81,9 +83,24 @@ def compress_write(
                     *source, captures, captures.stride(0), frame, *frame.stride()[:2],
                     frame.shape[0], frame.shape[1], part, PARTS=parts, DIM=dim,
                 )  # fmt: skip
+    entries = n // ratio + batch.kv_lens_device.shape[0]  # more cannot close
     tile = min(dim, TILE_VALUES // (parts * ratio))
-    _close[(n,)](
+    pooled = None
+    if tile < dim:
+        pooled = torch.empty(entries, dim, dtype=torch.float32, device=kv.device)
+        _pool[(entries, dim // tile)](
+            *source,
+            pooled,
+            RATIO=ratio,
+            PARTS=parts,
+            DIM=dim,
+            TILE=tile,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    _close[(entries,)](
         *source,
+        pooled,
         storage,
         page_stride,
         per_page,
@@ -97,10 +114,9 @@ def compress_write(
         RATIO=ratio,
         PARTS=parts,
         DIM=dim,
-        TILE=tile,
         PAIRS=cos.shape[1],
         RECORD=record.name,
-        num_warps=8 if parts * ratio > 8 else 4,
+        num_warps=4 if pooled is None else 1,
         enable_fp_fusion=False,
     )
     _move_on[(n,)](*source, PARTS=parts, DIM=dim)
@@ -176,43 +192,76 @@ def _candidates(
     return k, s
 
 
+@triton.jit
+def _mean(
+    kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring,
+    slot, context, first, position, columns,
+    RATIO: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Some columns (1, columns) of the entry that closes at ``position``."""
+    candidate = tl.arange(0, PARTS * RATIO)
+    positions = position + 1 - PARTS * RATIO + candidate
+    k, s = _candidates(
+        kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring,
+        slot, context, first, positions, columns, candidate // RATIO, PARTS, DIM,
+    )  # fmt: skip
+    w = exp_of_negative(s - tl.max(s, axis=0)[None, :])
+    return tl.div_rn(sum_by_halves(w * k), sum_by_halves(w))
+
+
+@triton.jit(
+    do_not_specialize=["ring_slots", "sequences"],
+    do_not_specialize_on_alignment=["state_slots", "offsets", "lengths"],
+)
+def _pool(
+    kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring, ring_slots,
+    state_slots, offsets, lengths, sequences, pooled,
+    RATIO: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the columns of this program's entry, where one program has no room for all."""
+    entry = tl.program_id(0).to(tl.int64)
+    b, position, context, first = closing(entry, offsets, lengths, sequences, RATIO)
+    slot = tl.load(state_slots + tl.maximum(b, 0)).to(tl.int64)
+    if (b >= 0) & (slot >= 0) & (slot < ring_slots):
+        columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        mean = _mean(
+            kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring,
+            slot, context, first, position, columns, RATIO, PARTS, DIM,
+        )  # fmt: skip
+        tl.store(pooled + entry * DIM + columns, tl.reshape(mean, (TILE,)))
+
+
 @triton.jit(
     do_not_specialize=["ring_slots", "sequences", "there", "eps"],
     do_not_specialize_on_alignment=["state_slots", "offsets", "lengths", "slots"],
 )
 def _close(
     kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring, ring_slots,
-    state_slots, offsets, lengths, sequences,
+    state_slots, offsets, lengths, sequences, pooled,
     storage, page_stride, per_page, there, slots, weight, cos, sin, turn_stride, eps,
-    RATIO: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    RATIO: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr,
     PAIRS: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    """The entry that this program's token closes, if it does, from candidates to bytes."""
-    token = tl.program_id(0).to(tl.int64)
-    b, position, context, first = place(token, offsets, lengths, sequences)
-    slot = tl.load(state_slots + b).to(tl.int64)
-    target = tl.load(slots + token).to(tl.int64)
-    closes = (position >= 0) & ((position + 1) % RATIO == 0)
-    inside = (slot >= 0) & (slot < ring_slots) & (target >= 0) & (target < there)
-    if closes & inside:
-        candidate = tl.arange(0, PARTS * RATIO)
-        positions = position + 1 - PARTS * RATIO + candidate
-        pooled = tl.zeros((DIM // TILE, TILE), tl.float32)
-        block = tl.arange(0, DIM // TILE)
-        for i in range(DIM // TILE):
-            k, s = _candidates(
-                kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring,
-                slot, context, first, positions, i * TILE + tl.arange(0, TILE),
-                candidate // RATIO, PARTS, DIM,
-            )  # fmt: skip
-            w = exp_of_negative(s - tl.max(s, axis=0)[None, :])
-            mean = tl.div_rn(sum_by_halves(w * k), sum_by_halves(w))
-            pooled = tl.where((block == i)[:, None], mean, pooled)
-        at = tl.arange(0, DIM)
-        x = over_root_mean_square(tl.reshape(pooled, (DIM,)), eps)
-        x = x * widened(tl.load(weight + at))
-        x = rotated(x, cos + token * turn_stride, sin + token * turn_stride, PAIRS, False)
-        store_record(x, storage, page_stride, per_page, target, RECORD)
+    """This program's entry into its page; pooled here, unless that was done before."""
+    entry = tl.program_id(0).to(tl.int64)
+    b, position, context, first = closing(entry, offsets, lengths, sequences, RATIO)
+    slot = tl.load(state_slots + tl.maximum(b, 0)).to(tl.int64)
+    if (b >= 0) & (slot >= 0) & (slot < ring_slots):
+        token = first + position - context
+        target = tl.load(slots + token).to(tl.int64)
+        if (target >= 0) & (target < there):
+            at = tl.arange(0, DIM)
+            if pooled is None:
+                x = _mean(
+                    kv, score, kv_stride, state_a, state_b, stride_a, stride_b, ring,
+                    slot, context, first, position, at, RATIO, PARTS, DIM,
+                )  # fmt: skip
+                x = tl.reshape(x, (DIM,))
+            else:
+                x = tl.load(pooled + entry * DIM + at)
+            x = over_root_mean_square(x, eps) * widened(tl.load(weight + at))
+            x = rotated(x, cos + token * turn_stride, sin + token * turn_stride, PAIRS, False)
+            store_record(x, storage, page_stride, per_page, target, RECORD)
 
 
 @triton.jit(

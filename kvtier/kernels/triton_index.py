@@ -1,8 +1,8 @@
 """Index scores and the best of them in triton, without asking the device anything.
 
-Scores come out of the kernel as integers that no two entries of a query share: ordered as the
-scores are, and among equal ones the smaller entry first.  So any selection of the largest is the
-one that the reference makes, and what is selected says which entries it was.
+Scores are kept as integers that are ordered as they are.  A program finds the smallest score that
+is still chosen eight bits at a time, and then passes over the entries in their order: what it
+writes ascends, and of equal scores the smaller entries are taken.
 
 Of the batch the kernels read tensors; its ``kv_lens`` only bound how far they look.  In a captured
 graph they are the lengths that replays may reach.
@@ -23,11 +23,9 @@ from kvtier.kernels.triton_write import pool_of
 __all__ = ["index_topk"]
 
 KEYS = 128
-"""Keys of one program."""
-QUERIES = 128
-"""Queries of a launch that keys are split up for rather than take fewer queries."""
-NOT_SEEN = torch.iinfo(torch.int64).min
-_NOT_SEEN = tl.constexpr(NOT_SEEN)
+"""Keys of one program, at most."""
+SCORES = 4096
+"""Scores that a program selects from at a time."""
 
 
 def index_topk(
@@ -44,32 +42,24 @@ def index_topk(
     """``kvtier.kernels.index_topk``, for keys of 128 values.
 
     Scores are summed in float32, in another order than the reference's: where two differ by that
-    much, either may be chosen.  An entry whose page the block table lacks is not seen.
+    much, either may be chosen.  An entry whose page the block table lacks is chosen last.  Scratch
+    holds one query's scores at least.
     """
     n, heads, dim = query.shape
     page_stride, per_page, there = pool_of(keys, record)
     if dim != 128 or query.stride(2) != 1 or weights.shape != (n, heads):
         raise ValueError(f"query {tuple(query.shape)}, weights {tuple(weights.shape)}")
     out = torch.empty(n, topk, dtype=torch.int32, device=query.device)
-    where = (
-        batch.cu_seqlens_q,
-        batch.kv_lens_device,
-        batch.kv_lens_device.shape[0],
-    )
+    where = (batch.cu_seqlens_q, batch.kv_lens_device, batch.kv_lens_device.shape[0])
     bound = max(batch.kv_lens, default=0) // ratio
-    if bound <= topk:  # nothing to choose
-        if n:
-            _all_entries[(n,)](*where, out, topk, ratio, BLOCK=triton.next_power_of_2(topk))
-        return out
     dot = _dot(query, keys, record, on_gpu=query.is_cuda)
-    block, split = _blocks(parse_bytes(workspace_bytes, "workspace_bytes"), n, bound, topk)
+    tile = KEYS if dot == "bf16" else KEYS // 2
+    block = _queries_at_a_time(parse_bytes(workspace_bytes, "workspace_bytes"), bound)
+    scores = query.new_empty(min(n, block), bound, dtype=torch.int32)
     for low in range(0, n, block):
         count = min(block, n - low)
-        best = query.new_empty(count, 0, dtype=torch.int64)
-        for start in range(0, bound, split):
-            stop = min(start + split, bound)
-            ranks = query.new_empty(count, stop - start, dtype=torch.int64)
-            _score[(count, triton.cdiv(stop - start, KEYS))](
+        if bound > topk:  # else there is nothing to choose
+            _score[(count, triton.cdiv(bound, tile))](
                 query,
                 *query.stride()[:2],
                 weights,
@@ -83,31 +73,32 @@ def index_topk(
                 batch.block_table.shape[1],
                 *where,
                 low,
-                start,
-                stop,
-                ranks,
+                topk,
+                scores,
+                scores.stride(0),
                 batch.page_tokens // ratio,
                 RATIO=ratio,
                 HEADS=heads,
                 HEAD_BLOCK=max(16, triton.next_power_of_2(heads)),
                 DIM=dim,
-                KEYS=KEYS,
+                KEYS=tile,
                 RECORD=record.name,
                 DOT=dot,
-                num_warps=4 if dot == "bf16" else 8,
+                num_warps=8,
             )
-            best = torch.cat((best, ranks), dim=1)
-            best = best.topk(min(topk, best.shape[1]), dim=1, sorted=False).values
-        out[low : low + count] = _entries(best)
+        _select[(count,)](
+            *where,
+            low,
+            topk,
+            scores,
+            scores.stride(0),
+            out,
+            RATIO=ratio,
+            TOPK_BLOCK=triton.next_power_of_2(topk),
+            BLOCK=SCORES,
+            num_warps=8,
+        )
     return out
-
-
-def _entries(ranks: Tensor) -> Tensor:
-    """Entries (n, k) int32 of what was kept, ascending, -1 behind."""
-    none = torch.iinfo(torch.int64).max
-    entries = torch.where(ranks == NOT_SEEN, none, 0xFFFFFFFF - (ranks & 0xFFFFFFFF))
-    entries = entries.sort(dim=1).values
-    return torch.where(entries == none, -1, entries).to(torch.int32)
 
 
 def _dot(query: Tensor, keys: Tensor, record: Record, *, on_gpu: bool) -> str:
@@ -120,51 +111,30 @@ def _dot(query: Tensor, keys: Tensor, record: Record, *, on_gpu: bool) -> str:
     return "tf32" if query.element_size() == 2 else "tf32x3"
 
 
-def _blocks(workspace: int, n: int, bound: int, topk: int) -> tuple[int, int]:
-    """How many queries are scored at a time, and against how many keys."""
-
-    def a_query(keys: int) -> int:
-        return 32 * (keys + topk)  # ranks, joined with what was kept, and what selecting takes
-
-    split = triton.cdiv(bound, KEYS) * KEYS
-    while split > 1024 and a_query(split) * min(n, QUERIES) > workspace:
-        split = triton.cdiv(split // 2, KEYS) * KEYS
-    return max(1, workspace // a_query(split)), split
+def _queries_at_a_time(workspace: int, bound: int) -> int:
+    return max(1, workspace // (4 * max(bound, 1)))
 
 
 @triton.jit(
-    do_not_specialize=["sequences"],
-    do_not_specialize_on_alignment=["offsets", "lengths"],
-)
-def _all_entries(offsets, lengths, sequences, out, topk, ratio, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    _, position, _, _ = place(token, offsets, lengths, sequences)
-    at = tl.arange(0, BLOCK)
-    entries = tl.where(at < (position + 1) // ratio, at, -1)
-    tl.store(out + token * topk + at, entries, mask=at < topk)
-
-
-@triton.jit(
-    do_not_specialize=["there", "columns", "sequences", "low", "start", "stop", "table_stride"],
+    do_not_specialize=["there", "columns", "sequences", "low", "score_stride", "table_stride"],
     do_not_specialize_on_alignment=["weights", "table", "offsets", "lengths"],
 )
 def _score(
     query, token_stride, head_stride, weights, weight_stride, weight_head_stride,
     keys, page_stride, per_page, there,
     table, table_stride, columns, offsets, lengths, sequences,
-    low, start, stop, ranks, entries_a_page,
+    low, topk, scores, score_stride, entries_a_page,
     RATIO: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, DIM: tl.constexpr,
     KEYS: tl.constexpr, RECORD: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a block of entries for one query."""
+    """Scores of a block of entries for one query, those that it sees."""
     row = tl.program_id(0).to(tl.int64)
     token = low + row
     b, position, _, _ = place(token, offsets, lengths, sequences)
-    visible = tl.minimum((position + 1) // RATIO, stop)
-    begin = start + tl.program_id(1).to(tl.int64) * KEYS
+    visible = tl.minimum((position + 1) // RATIO, score_stride)
+    begin = tl.program_id(1).to(tl.int64) * KEYS
     entry = begin + tl.arange(0, KEYS)
-    rank = tl.full((KEYS,), _NOT_SEEN, tl.int64)
-    if begin < visible:
+    if (begin < visible) & (visible > topk):
         column = entry // entries_a_page
         known = (entry < visible) & (column < columns)
         page = tl.load(table + b * table_stride + column, mask=known, other=-1).to(tl.int64)
@@ -202,9 +172,71 @@ def _score(
         score = tl.sum(tl.maximum(products, 0.0) * widened(w)[:, None], axis=0)
         bits = bits_of(tl.where(score == 0.0, 0.0, score))  # -0 and 0 are equal
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        own = (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - entry)
-        rank = tl.where(seen, own, rank)
-    tl.store(ranks + row * (stop - start) + (entry - start), rank, mask=entry < stop)
+        ordered = tl.where(seen, ordered, -0x80000000)
+        tl.store(scores + row * score_stride + entry, ordered, mask=entry < visible)
+
+
+@triton.jit
+def _unsigned(scores, at, inside):
+    """Scores as unsigned numbers of the same order; 0 where there are none."""
+    signed = tl.load(scores + at, mask=inside, other=-0x80000000)
+    return signed.to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit(
+    do_not_specialize=["sequences", "low", "score_stride"],
+    do_not_specialize_on_alignment=["offsets", "lengths"],
+)
+def _select(
+    offsets, lengths, sequences, low, topk, scores, score_stride, out,
+    RATIO: tl.constexpr, TOPK_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The entries of one query, ascending, -1 behind."""
+    row = tl.program_id(0).to(tl.int64)
+    token = low + row
+    _, position, _, _ = place(token, offsets, lengths, sequences)
+    visible = (tl.maximum(position + 1, 0) // RATIO).to(tl.int32)
+    out += token * topk
+    if visible <= topk:
+        entry = tl.arange(0, TOPK_BLOCK)
+        tl.store(out + entry, tl.where(entry < visible, entry, -1), mask=entry < topk)
+    else:
+        visible = tl.minimum(visible, score_stride.to(tl.int32))
+        scores += row * score_stride
+        at = tl.arange(0, BLOCK)
+        digit = tl.arange(0, 256)
+        none = visible * 0
+        least = none.to(tl.uint32)  # the smallest score chosen, from its highest bits on
+        wanted = none + topk  # of those that share these bits
+        for i in tl.static_range(4):
+            counts = tl.zeros((256,), tl.int32)
+            begin = none
+            while begin < visible:
+                inside = begin + at < visible
+                score = _unsigned(scores, begin + at, inside)
+                if i > 0:
+                    inside = inside & ((score >> (32 - 8 * i)) == least)
+                mine = ((score >> (24 - 8 * i)) & 0xFF).to(tl.int32)
+                counts += tl.histogram(mine, 256, mask=inside)
+                begin += BLOCK
+            upto = tl.cumsum(counts, axis=0)
+            above = tl.max(upto, axis=0) - upto  # of higher digits
+            chosen = tl.max(tl.where(above + counts >= wanted, digit, 0), axis=0)
+            wanted -= tl.sum(tl.where(digit == chosen, above, 0), axis=0)
+            least = (least << 8) | chosen.to(tl.uint32)
+        begin = none
+        done = none
+        while begin < visible:
+            inside = begin + at < visible
+            score = _unsigned(scores, begin + at, inside)
+            equal = (inside & (score == least)).to(tl.int32)
+            nth = tl.cumsum(equal, axis=0)
+            takes = (inside & (score > least)) | ((equal > 0) & (nth <= wanted))
+            which = done + tl.cumsum(takes.to(tl.int32), axis=0) - 1
+            tl.store(out + which, begin + at, mask=takes)
+            done += tl.sum(takes.to(tl.int32), axis=0)
+            wanted -= tl.sum(equal, axis=0)
+            begin += BLOCK
 
 
 @triton.jit

@@ -140,7 +140,7 @@ def exp_of_negative(x):
 
 @triton.jit
 def over_root_mean_square(x, eps):
-    mean = sum_by_halves(x * x) * (1.0 / x.shape[0])  # a power of two: as exact as dividing
+    mean = sum_by_halves(x * x) * (1.0 / x.shape[0])
     return x * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
 

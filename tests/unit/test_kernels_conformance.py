@@ -165,7 +165,11 @@ def check_compress_write(
             return [as_bytes(t).cpu() for t in (storage, *moved, *due) if t is not None]
 
         for ours, theirs in zip(outcome(run, device), outcome(compress_write, "cpu"), strict=True):
-            assert torch.equal(ours, theirs)
+            if wide == torch.float64 and record == "dense":  # the library's exponential
+                pair = ours.view(wide), theirs.view(wide)
+                torch.testing.assert_close(*pair, rtol=1e-13, atol=1e-13, equal_nan=True)
+            else:
+                assert torch.equal(ours, theirs)
 
 
 def check_query(

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
 
-from kvtier.kernels import (  # noqa: E402  the variable is read when kernels are imported  # noqa: E402
+from kvtier.kernels import (
     RECORDS,
     PagedBatch,
     compress_write,
@@ -33,6 +31,7 @@ from kvtier.kernels import (  # noqa: E402  the variable is read when kernels ar
     write_normed,
     write_records,
 )
+from tests.unit.v4_cases import batch_of
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -278,11 +277,11 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             triton_write.write_normed(storage, slots, values, weight, cos, turn, record, eps=0)
 
 
-@pytest.mark.parametrize("split", [128, 1024])
-def test_scratch_is_bounded_and_splitting_changes_nothing(
-    split: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("topk", [1, 512, 999])
+def test_ties_go_to_the_smaller_entry_wherever_they_lie(
+    topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ties across the seams of keys and of queries go to the smaller entry."""
+    """Within a block of scores and across them, and across launches of two queries each."""
     torch.manual_seed(2)
     n, entries = 3, 1000
     lengths = torch.tensor([4000], dtype=torch.int32)
@@ -294,27 +293,47 @@ def test_scratch_is_bounded_and_splitting_changes_nothing(
     values = whole_numbers(1024, 128) * (torch.rand(1024, 1) < 0.3)  # many scores of 0
     write_records(keys, torch.arange(1024), values, RECORDS["index_fp8"])
     query, weights = whole_numbers(n, 4, 128), whole_numbers(n, 4)
-    options: dict[str, Any] = {"ratio": 4, "topk": 512, "record": RECORDS["index_fp8"]}
+    weights[1] = 0  # all alike
+    options: dict[str, Any] = {"ratio": 4, "topk": topk, "record": RECORDS["index_fp8"]}
     expected = index_topk(query, weights, keys, batch, **options)
-    monkeypatch.setattr(triton_index, "_blocks", lambda *_: (2, split))
+    monkeypatch.setattr(triton_index, "SCORES", 256)
     on_device = PagedBatch(
         *(batch.query_lens, batch.kv_lens, batch.block_table.to(DEVICE)),
         *(batch.cu_seqlens_q.to(DEVICE), lengths.to(DEVICE), 256),
     )
     got = triton_index.index_topk(
-        *(query.to(DEVICE), weights.to(DEVICE), keys.to(DEVICE), on_device), **options
+        *(query.to(DEVICE), weights.to(DEVICE), keys.to(DEVICE), on_device),
+        **options,
+        workspace_bytes=2 * 4 * entries,
     )
     assert torch.equal(got.cpu(), expected)
 
 
-def test_scratch_of_any_context_stays_within_the_workspace() -> None:
-    for n in (1, 7, 300, 8192):
-        for bound in (600, 70_000, 262_144):
-            for workspace in (16 << 20, 512 << 20):
-                block, split = triton_index._blocks(workspace, n, bound, 1024)
-                assert split % triton_index.KEYS == 0 or split >= bound
-                assert block == 1 or block * 32 * (split + 1024) <= workspace
-                assert block >= min(n, 128) or split <= 1024
+def test_entries_of_more_sequences_than_a_program_looks_at_at_a_time() -> None:
+    torch.manual_seed(4)
+    record, dim = RECORDS["index_mxfp4"], 128
+    lengths = [(1, int(kv)) for kv in torch.randint(0, 9, (140,))]
+    lengths[133] = (9, 12)
+    n = sum(q for q, _ in lengths)
+    tokens, slots = torch.randn(n, 2 * dim), torch.randperm(n)
+    state_slots = torch.where(torch.tensor([kv > 0 for _, kv in lengths]), torch.arange(140), -1)
+    states, turn = [torch.randn(140 * 8, 2 * dim) for _ in range(2)], turns(n)
+    outcomes = []
+    for call, place in ((triton_compress.compress_write, DEVICE), (compress_write, "cpu")):
+        kept = [s.to(place, copy=True) for s in states]
+        storage = torch.zeros(4, record.page_bytes(64), dtype=torch.uint8, device=place)
+        call(
+            *(tokens.to(place), tokens.to(place), kept, batch_of(lengths, device=place)),
+            *(t.to(place) for t in (state_slots,)),
+            storage,
+            *(t.to(place) for t in (slots, torch.ones(dim), *turn)),
+            record,
+            ratio=4,
+            ring=8,
+            eps=1e-6,
+        )
+        outcomes.append([t.cpu() for t in (storage, *kept)])
+    assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
 
 
 # What only a GPU can show.
@@ -326,11 +345,13 @@ def test_nothing_waits_for_the_device() -> None:
     step.load(**replays(1)[0])
     step.run(TRITON, (1000,) * ROWS)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step.run(TRITON, (1000,) * ROWS)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step.run(TRITON, (1000,) * ROWS)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
