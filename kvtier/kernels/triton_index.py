@@ -82,9 +82,10 @@ def index_topk(
                 HEAD_BLOCK=max(16, triton.next_power_of_2(heads)),
                 DIM=dim,
                 KEYS=tile,
+                STEP=dim // 2 if dot == "bf16" else dim // 4,
                 RECORD=record.name,
                 DOT=dot,
-                num_warps=8,
+                num_warps=4,
             )
         _select[(count,)](
             *where,
@@ -125,7 +126,7 @@ def _score(
     table, table_stride, columns, offsets, lengths, sequences,
     low, topk, scores, score_stride, entries_a_page,
     RATIO: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, DIM: tl.constexpr,
-    KEYS: tl.constexpr, RECORD: tl.constexpr, DOT: tl.constexpr,
+    KEYS: tl.constexpr, STEP: tl.constexpr, RECORD: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Scores of a block of entries for one query, those that it sees."""
     row = tl.program_id(0).to(tl.int64)
@@ -144,28 +145,16 @@ def _score(
         head = tl.arange(0, HEAD_BLOCK)
         real = head < HEADS
         q = query + token * token_stride + (head * head_stride)[:, None]
-        if RECORD == "index_mxfp4":
-            products = _dot_mxfp4(
-                q, real, keys + slot // per_page * page_stride, per_page, slot % per_page, seen,
-                DIM, DOT,
-            )  # fmt: skip
+        if RECORD == "dense":
+            products = _dot_dense(q, real, keys + slot * page_stride, seen, DIM, STEP, DOT)
         else:
-            at = tl.arange(0, DIM)
-            x = _operand(tl.load(q + at[None, :], mask=real[:, None], other=0.0), DOT)
-            if RECORD == "dense":
-                rows = keys + (slot * page_stride)[:, None] + at[None, :]
-                key = _operand(tl.load(rows, mask=seen[:, None], other=0.0), DOT)
-                products = _product(x, key, DOT)
+            page = keys + slot // per_page * page_stride
+            s = slot % per_page
+            if RECORD == "index_fp8":
+                products = _dot_fp8(q, real, page, per_page, s, seen, DIM, STEP, DOT)
             else:
-                tl.static_assert(RECORD == "index_fp8")
-                pages = keys + slot // per_page * page_stride
-                rows = pages + slot % per_page * 128
-                codes = tl.load(rows[:, None] + at[None, :], mask=seen[:, None], other=0)
-                scales = (pages + per_page * 128 + slot % per_page * 4).to(
-                    tl.pointer_type(tl.float32)
-                )
-                scale = tl.load(scales, mask=seen, other=0.0)
-                products = _product(x, _operand(_e4m3_values(codes), DOT), DOT) * scale[None, :]
+                tl.static_assert(RECORD == "index_mxfp4")
+                products = _dot_mxfp4(q, real, page, per_page, s, seen, DIM, STEP, DOT)
         w = tl.load(
             weights + token * weight_stride + head * weight_head_stride, mask=real, other=0.0
         )
@@ -272,16 +261,53 @@ def _e2m1_values(c):
     return tl.where(c >= 8, -value, value)
 
 
+# Products (heads, keys), some values of each at a time.
+
+
 @triton.jit
-def _dot_mxfp4(q, real, pages, per_page, s, seen, DIM: tl.constexpr, DOT: tl.constexpr):
-    """Products with keys whose even values lie in low halves of bytes and odd ones in high."""
-    byte = tl.arange(0, DIM // 2)
-    pairs = tl.load((pages + s * 64)[:, None] + byte[None, :], mask=seen[:, None], other=0)
-    scales = (pages + per_page * 64 + s * 4)[:, None] + (byte // 16)[None, :]
-    power = power_of_two(tl.load(scales, mask=seen[:, None], other=127).to(tl.int32))
-    pairs = pairs.to(tl.int32)
-    even = tl.load(q + (2 * byte)[None, :], mask=real[:, None], other=0.0)
-    odd = tl.load(q + (2 * byte + 1)[None, :], mask=real[:, None], other=0.0)
-    low = _operand(_e2m1_values(pairs & 15) * power, DOT)
-    high = _operand(_e2m1_values(pairs >> 4) * power, DOT)
-    return _product(_operand(even, DOT), low, DOT) + _product(_operand(odd, DOT), high, DOT)
+def _dot_dense(
+    q, real, rows, seen, DIM: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
+    products = tl.zeros((q.shape[0], rows.shape[0]), tl.float32)
+    for begin in range(0, DIM, STEP):
+        at = (begin + tl.arange(0, STEP))[None, :]
+        x = tl.load(q + at, mask=real[:, None], other=0.0)
+        key = tl.load(rows[:, None] + at, mask=seen[:, None], other=0.0)
+        products += _product(_operand(x, DOT), _operand(key, DOT), DOT)
+    return products
+
+
+@triton.jit
+def _dot_fp8(
+    q, real, pages, per_page, s, seen,
+    DIM: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    products = tl.zeros((q.shape[0], s.shape[0]), tl.float32)
+    rows = (pages + s * DIM)[:, None]
+    for begin in range(0, DIM, STEP):
+        at = (begin + tl.arange(0, STEP))[None, :]
+        x = tl.load(q + at, mask=real[:, None], other=0.0)
+        codes = tl.load(rows + at, mask=seen[:, None], other=0)
+        products += _product(_operand(x, DOT), _operand(_e4m3_values(codes), DOT), DOT)
+    scales = (pages + per_page * DIM + s * 4).to(tl.pointer_type(tl.float32))
+    return products * tl.load(scales, mask=seen, other=0.0)[None, :]
+
+
+@triton.jit
+def _dot_mxfp4(
+    q, real, pages, per_page, s, seen,
+    DIM: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Even values lie in low halves of bytes and odd ones in high."""
+    products = tl.zeros((q.shape[0], s.shape[0]), tl.float32)
+    for begin in range(0, DIM // 2, STEP // 2):
+        byte = (begin + tl.arange(0, STEP // 2))[None, :]
+        pairs = tl.load((pages + s * (DIM // 2))[:, None] + byte, mask=seen[:, None], other=0)
+        pairs = pairs.to(tl.int32)
+        scales = (pages + per_page * (DIM // 2) + s * (DIM // 32))[:, None] + byte // 16
+        power = power_of_two(tl.load(scales, mask=seen[:, None], other=127).to(tl.int32))
+        even = _operand(tl.load(q + 2 * byte, mask=real[:, None], other=0.0), DOT)
+        odd = _operand(tl.load(q + 2 * byte + 1, mask=real[:, None], other=0.0), DOT)
+        products += _product(even, _operand(_e2m1_values(pairs & 15) * power, DOT), DOT)
+        products += _product(odd, _operand(_e2m1_values(pairs >> 4) * power, DOT), DOT)
+    return products
