@@ -62,6 +62,12 @@ class Copier:
         self.packed = Workers("packed", 1, prepare=prepare)
         self.drained = Workers("land", 1, prepare=prepare)
         self.loaded = Workers("loaded", 1, prepare=prepare)
+        self.workers: tuple[Workers | Turns, ...] = (
+            self.turns,
+            self.packed,
+            self.drained,
+            self.loaded,
+        )
 
     def pack(self, job: Job) -> None:
         """Queue a PACK.  Takes over the caller's share of the job."""

@@ -21,7 +21,7 @@ from kvtier.seams import Read, Record, Store
 from kvtier.sizing import record_bytes
 from kvtier.types import Tier
 
-__all__ = ["Loader", "Packer", "Place", "Reader", "Sizes", "record_of"]
+__all__ = ["Loader", "Packer", "Place", "Reader", "Sizes", "copy_part", "record_of"]
 
 Place = tuple[HostArena, tuple[int, ...]]
 """Frames in which a record lies; none for what never leaves the device."""
@@ -63,6 +63,17 @@ class Sizes:
 def is_live(part: Part, *, source: bool) -> bool:
     """Whether the device end of a part is a live tail."""
     return part.kind is Kind.TAIL or (part.live_src if source else part.live_dst)
+
+
+def copy_part(pool: DevicePool, part: Part) -> None:
+    """Do what a part asks for whose source and target are both on the device."""
+    pool.copy(
+        part.kind,
+        part.src,
+        part.dst,
+        live_src=is_live(part, source=True),
+        live_dst=is_live(part, source=False),
+    )
 
 
 def record_of(sizes: Sizes, host: HostArena, part: Part) -> Record:
@@ -248,13 +259,7 @@ class Loader:
                 for sections, ids, held_by in _by_sections(self._pool, tails, source=False):
                     unpack_tails(sections, ids, it.where, held_by)
             for part in here:
-                self._pool.copy(
-                    part.kind,
-                    part.src,
-                    part.dst,
-                    live_src=is_live(part, source=True),
-                    live_dst=is_live(part, source=False),
-                )
+                copy_part(self._pool, part)
         return self._streams.mark(Lane.LOAD)
 
     def _fetch(self, lower: Sequence["_Records"], landing_rows: Sequence[int]) -> Fences:

@@ -32,7 +32,7 @@ from kvtier.data.copier import Copier, even_batch
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
 from kvtier.data.jobs import Job, Turns, Workers
-from kvtier.data.records import Loader, Packer, Reader, Sizes, is_live, record_of
+from kvtier.data.records import Loader, Packer, Reader, Sizes, copy_part, record_of
 from kvtier.data.staging import Slots, Staging
 from kvtier.data.streams import Lane, streams_for
 from kvtier.errors import CacheClosed, StoreError
@@ -131,10 +131,7 @@ class DeviceTransfer:
         self._writing = Workers("write", 1)
         self._workers: tuple[Workers | Turns, ...] = (
             self._reading,
-            self._copier.turns,
-            self._copier.packed,
-            self._copier.drained,
-            self._copier.loaded,
+            *self._copier.workers,
             self._sealing,
             self._writing,
         )
@@ -312,13 +309,7 @@ class DeviceTransfer:
                     if job.op.kind is OpKind.CLEAR:
                         self.pool.clear(part.dst)
                     else:
-                        self.pool.copy(
-                            part.kind,
-                            part.src,
-                            part.dst,
-                            live_src=is_live(part, source=True),
-                            live_dst=is_live(part, source=False),
-                        )
+                        copy_part(self.pool, part)
         finally:
             job.end_share()
 
