@@ -1,6 +1,5 @@
 """The adapter on the real cache: steps, restores from every tier, restart; oracle: plain HF."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,6 @@ from tests.adapter.models import VARIANTS, full_logits, hf_greedy, random_tokens
 PAGE = 4
 LOGITS = 5e-6
 PAGE_BYTES = PAGE * 20 * 4 * 2  # 20 values in float32, 2 layers
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def open_cache(

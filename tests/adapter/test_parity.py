@@ -22,14 +22,6 @@ SESSION = [(13, 0), (9, 20), (1, 7), (1, 1), (17, 1), (2, 2), (3, 3), (4, 1), (0
 LENGTHS = tuple(sum(n) for n in zip(*SESSION, strict=True))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def cache_for(model: Any, **options: Any) -> FakeCache:
     dtype = next(model.parameters()).dtype
     return FakeCache(layout_for(model.config, page_tokens=PAGE, dtype=dtype), **options)

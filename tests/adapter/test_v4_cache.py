@@ -5,7 +5,6 @@ into other bytes; so where bits are claimed to be equal, the runs compared are c
 points.  What nobody owns is NaN all along.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,6 @@ FP8: dict[str, Any] = {}
 FP32 = {"record": "fp32", "index_record": "fp32"}
 CUTS = [256, 512, 539, 540, 541, 542]
 """Ends of chunks: both boundaries of the prompt, its end within a group, and decode."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def near(got: Tensor, want: Tensor) -> None:

@@ -5,7 +5,6 @@ Tests go through decode and over the ends of groups, windows and pages, where fa
 """
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,14 +27,6 @@ from tests.adapter.v4_kit import (
 )
 
 LOGITS = 5e-5
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def near(got: Tensor, want: Tensor) -> None:
