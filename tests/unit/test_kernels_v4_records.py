@@ -19,6 +19,7 @@ from kvtier.kernels.casts import (
     tile_exponents,
     ue8m0_values,
 )
+from kvtier.layouts import swa_c4_c128
 from tests.unit import v4_cases
 from tests.unit.v4_cases import E2M1, E4M3, PACKED, Floats, bf16, encode, scale_byte
 
@@ -40,6 +41,29 @@ def around(points: npt.NDArray[Any]) -> torch.Tensor:
 def numbers(tensor: torch.Tensor) -> Floats:
     with np.errstate(invalid="ignore"):
         return tensor.numpy().astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    ("component", "options", "name"),
+    [
+        ("swa", {}, "v4_fp8"),
+        ("c128", {}, "v4_fp8"),
+        ("c4_index", {}, "index_fp8"),
+        ("c4_index", {"index_record": "mxfp4"}, "index_mxfp4"),
+    ],
+)
+def test_a_layout_and_a_kernel_mean_the_same_record(
+    component: str, options: dict[str, Any], name: str
+) -> None:
+    layout = swa_c4_c128(layer_ratios=(0, 4, 128), **options)
+    (c,) = (c for c in layout.components if c.name == component)
+    record = RECORDS[name]
+    assert (c.slot_bytes, c.planes, c.page_align) == (
+        record.slot_bytes,
+        record.planes,
+        record.page_align,
+    )
+    assert c.page_bytes == record.page_bytes(c.slots_per_page)
 
 
 class TestCasts:
