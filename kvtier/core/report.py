@@ -1,7 +1,7 @@
 """Looking inside: statistics, explanations, listings and the state's digest.  Reads only."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.core.copies import CHECKPOINT, GPU, TIERS, Copy
@@ -98,6 +98,7 @@ def stats(core: "CacheCore") -> CacheStats:
     running = core.operations.running.values()
     kinds = [r.op.kind for r in running]
     restoring = sum(r.state is LeaseState.RESTORING for r in core.leases.values())
+    held = _held(core)
     return CacheStats(
         lookups=core.lookups,
         lookup_tokens=core.restore.lookup_tokens,
@@ -107,52 +108,88 @@ def stats(core: "CacheCore") -> CacheStats:
         packing=kinds.count(OpKind.PACK),
         storing=kinds.count(OpKind.STORE),
         dropped_stores=core.lower.dropped,
-        tiers={t: _tier(core, t) for t in TIERS},
+        tiers={t: _tier(core, t, held) for t in TIERS},
     )
 
 
-def _tier(core: "CacheCore", tier: Tier) -> TierStats:
+def _tier(core: "CacheCore", tier: Tier, held: Collection[Node]) -> TierStats:
+    """One tier's frames, from what is held and in flight: resident ones are too many to visit."""
     res = core.residency
-    resident = in_flight = pinned = 0
-    for n in res.nodes():
-        for slot in (int(tier), tier + CHECKPOINT):
-            copy = n.copies[slot]
-            if copy is None or slot == GPU + CHECKPOINT:
-                continue
-            weight = len(copy.frames)
-            if tier is Tier.DISK:
-                assert res.disk is not None
-                weight = int(res.disk.frames[copy.frames[0]])
-            resident += weight * copy.ready
-            in_flight += weight * (not copy.ready)
-            pinned += weight * bool(n.pins or n.keeps)
+    if tier is Tier.DISK and res.disk is None:
+        return TierStats()
     reserved = quarantined = 0
+    in_flight = _in_flight(core, tier)
     if tier is Tier.DISK:
         disk = res.disk
-        if disk is None:
-            return TierStats()
+        assert disk is not None
         capacity, free = disk.capacity, disk.free
         quarantined = capacity - free - disk.used  # a STORE counted on it may be on its way
-        resident = disk.used - in_flight
     else:
         pool = res.pools[int(tier)]
         capacity, free = pool.size, pool.free
-        in_flight += sum(
-            len(c.frames) for c in res.orphans if c.tier == tier and c.slot != GPU + CHECKPOINT
-        )
-        reserved = capacity - free - resident - in_flight
+        if tier is Tier.GPU:  # also pages that were cleared while leases stood on them
+            reserved = len(core.operations.private.refs)
+            reserved += sum(n.run is None and n.copies[GPU] is not None for n in held)
+        else:
+            reserved = sum(len(c.frames) for c in res.parked)
     return TierStats(
         capacity=capacity,
         free=free,
-        resident=resident,
+        resident=capacity - free - reserved - in_flight - quarantined,
         reserved=reserved,
         in_flight=in_flight,
         quarantined=quarantined,
-        pinned=pinned,
+        pinned=sum(
+            _frames(core, copy)
+            for n in held
+            if n.run is not None
+            for copy in (n.copies[tier], n.copies[tier + CHECKPOINT])
+            if copy is not None and copy.slot != GPU + CHECKPOINT
+        ),
         hit_tokens=core.restore.hit_tokens[tier],
         evictions=res.evictions[tier],
         faults=res.faults[tier],
     )
+
+
+def _in_flight(core: "CacheCore", tier: Tier) -> int:
+    """Frames of a tier that operations still write, or hold although their page has left."""
+    filling = {
+        copy: None
+        for run in core.operations.running.values()
+        for move in run.moves
+        for copy in move.targets
+        if copy.node is not None and copy.node.run is not None and not copy.ready
+    }
+    return sum(
+        _frames(core, copy)
+        for copies in (filling, core.residency.orphans if tier is not Tier.DISK else ())
+        for copy in copies
+        if copy.tier == tier and copy.slot != GPU + CHECKPOINT
+    )
+
+
+def _frames(core: "CacheCore", copy: Copy) -> int:
+    if copy.tier != Tier.DISK:
+        return len(copy.frames)
+    disk = core.residency.disk
+    assert disk is not None
+    return int(disk.frames[copy.frames[0]])
+
+
+def _held(core: "CacheCore") -> Collection[Node]:
+    """Pages that leases, paused ones too, prefetches or pins hold."""
+    held: dict[Node, None] = {}
+    paths = [rec.nodes for rec in core.leases.values()]
+    paths += [p.nodes[: p.kept] for rec in core.leases.values() if (p := rec.parked) is not None]
+    paths += [rec.nodes for rec in core.prefetches.values()]
+    paths += [rec.nodes for rec in core.pins]
+    for path in paths:
+        for n in reversed(path):
+            if n in held:  # and so is all above it
+                break
+            held[n] = None
+    return held
 
 
 def pages(core: "CacheCore", identity: Identity | None) -> list[PageInfo]:

@@ -441,6 +441,15 @@ class FakeServer:
             parked = sum(len(c.frames) for c in res.parked)
             assert s.reserved == (len(owned) + len(kept) if tier is Tier.GPU else parked), (tier, s)
         for tier, s in stats.tiers.items():
+            held = [
+                c
+                for _, n in self.pages()
+                for c in (n.copies[tier], n.copies[tier + CHECKPOINT])
+                if c is not None and c.slot != GPU + CHECKPOINT and (n.pins or n.keeps)
+            ]
+            rows = res.disk.frames if tier is Tier.DISK and res.disk is not None else None
+            sizes = [len(c.frames) if rows is None else int(rows[c.frames[0]]) for c in held]
+            assert s.pinned == sum(sizes), (tier, s)
             total = s.free + s.resident + s.reserved + s.in_flight + s.quarantined
             assert total == s.capacity and min(s.free, s.resident, s.reserved, s.in_flight) >= 0
             if tier in last.tiers:
