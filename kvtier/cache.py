@@ -18,14 +18,14 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self, final
 
 from kvtier.assembly import check_parts, geometry_of, make_core, make_transfer, open_store
-from kvtier.config import CacheConfig
+from kvtier.config import CacheConfig, as_int
 from kvtier.core import lookup
 from kvtier.core.keys import ANONYMOUS, chain_base, check_spans
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import OpKind
 from kvtier.errors import CacheClosed, ConfigError, KVTierError, LeaseError, StoreError
 from kvtier.layouts.base import Layout
-from kvtier.lease import Lease, Pin, as_int, check_count, opened_at
+from kvtier.lease import Lease, Pin, opened_at
 from kvtier.metrics import prometheus_text
 from kvtier.pump import Pump, running_future
 from kvtier.seams import Store, Transfer
@@ -111,7 +111,6 @@ class Cache:
             raise
         self._pool = transfer.pool if isinstance(transfer, PagedTransfer) else None
         self._pump = Pump(self._core, transfer, partial(record_bytes, layout))
-        self._look = partial(lookup.match, self._core.residency)
         self._saver = ThreadPoolExecutor(1, "kvtier-flush")
         """Where ``flush`` saves recency: has no thread until there is something to save."""
         self._events_missed = 0
@@ -216,9 +215,9 @@ class Cache:
         packed = pack(tokens)
         _check_identity(identity)
         placed = check_spans(spans, len(packed)) if spans else ()
-        check_count("reserve", reserve)
+        reserve = as_int("reserve", reserve, least=0)
         if max_reuse is not None:
-            check_count("max_reuse", max_reuse)
+            max_reuse = as_int("max_reuse", max_reuse, least=0)
         _check_type("label", label, str)
         _check_type("read", read, bool)
         _check_type("write", write, bool)
@@ -342,8 +341,8 @@ class Cache:
         return future
 
     def evict(self, tier: Tier, pages: int) -> int:
-        """Drop up to ``pages`` unpinned pages, least recently used first; returns how many."""
-        check_count("pages", pages)
+        """Drop up to ``pages`` unpinned pages, in the policy's order; returns how many."""
+        pages = as_int("pages", pages, least=0)
         with self._pump as core:
             self._expire(core)
             count, ops = core.evict(_tier(tier), pages)

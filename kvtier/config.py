@@ -7,6 +7,8 @@ from os import PathLike, fspath
 from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
+
 from kvtier.errors import ConfigError
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Dense",
     "EvictionPolicy",
     "Sparse",
+    "as_int",
     "parse_bytes",
 ]
 
@@ -38,6 +41,21 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
     if size < 0:
         raise ConfigError(f"{name} must not be negative, got {value!r}")
     return size
+
+
+def as_int(name: str, value: int, *, least: int | None = None) -> int:
+    """``value``, an int or a numpy integer, of Python's own type.
+
+    Raises ConfigError naming it unless it is one, of at least ``least`` (None: of any sign).
+    """
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | np.integer)
+        or (least is not None and value < least)
+    ):
+        bound = "" if least is None else f" of at least {least}"
+        raise ConfigError(f"{name} must be an int{bound}, got {value!r}")
+    return int(value)
 
 
 class CheckpointPolicy:

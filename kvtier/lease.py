@@ -14,6 +14,7 @@ from typing import Self, final
 
 import numpy as np
 
+from kvtier.config import as_int
 from kvtier.core.leases import LeaseRecord, PinRecord
 from kvtier.core.machine import CacheCore
 from kvtier.errors import CacheClosed, ConfigError, LeaseError, LeaseNotReady, LeaseReleased
@@ -22,7 +23,7 @@ from kvtier.pump import Pump, running_future
 from kvtier.tokens import IntArray, Tokens, pack
 from kvtier.types import LeaseState, Tier
 
-__all__ = ["Lease", "Pin", "as_int", "check_count", "opened_at"]
+__all__ = ["Lease", "Pin", "opened_at"]
 
 
 @final
@@ -214,7 +215,7 @@ class Lease:
 
         For engines that do not use ``Cache.step``; checkpoints are taken by steps only.
         """
-        check_count("n", n)
+        n = as_int("n", n, least=0)
         with self._pump as core:
             record = self._writable("reserve")
             _, ops = core.reserve([record], [n])
@@ -246,7 +247,7 @@ class Lease:
         nearest checkpoint at or before ``n``, and the lease restores: wait on ``ready`` again.
         (Drafts need no truncate: rejected ones were never committed.)
         """
-        check_count("n", n)
+        n = as_int("n", n, least=0)
         self._fence()
         with self._pump as core:
             record = self._writable("truncate")
@@ -392,16 +393,3 @@ def opened_at(depth: int) -> str:
     """``file:line`` of the caller, ``depth`` frames above the function that asks."""
     frame = sys._getframe(depth + 1)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def check_count(name: str, value: int) -> None:
-    """Raises ConfigError unless ``value`` is an int of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-        raise ConfigError(f"{name} must be an int of at least 0, got {value!r}")
-
-
-def as_int(name: str, value: int) -> int:
-    """``value``, of Python's own type; raises ConfigError unless it is an int, of any sign."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ConfigError(f"{name} must be an int, got {value!r}")
-    return int(value)

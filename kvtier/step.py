@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.config import as_int
 from kvtier.core.leases import LeaseRecord
 from kvtier.core.machine import CacheCore
 from kvtier.errors import ConfigError, LeaseError
@@ -139,9 +140,7 @@ class Step:
         Raises ConfigError if the batch does not fit.
         """
         batch, tokens = len(self.query_lens), len(self.input_ids)
-        rows = batch if pad_to is None else pad_to
-        if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
-            raise ConfigError(f"pad_to must be an int, got {pad_to!r}")
+        rows = batch if pad_to is None else as_int("pad_to", pad_to)
         if rows < batch:
             raise ConfigError(f"pad_to={pad_to} is less than the batch of {batch}")
         tokens += rows - batch
@@ -440,13 +439,9 @@ class StepBuffers:
     ) -> None:
         import torch
 
-        sizes = {"max_batch": max_batch, "max_tokens": max_tokens, "max_pages": max_pages}
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-                raise ConfigError(f"{name} must be an int of at least 1, got {size!r}")
-        self.max_batch = max_batch
-        self.max_tokens = max_tokens
-        self.max_pages = max_pages
+        self.max_batch = as_int("max_batch", max_batch, least=1)
+        self.max_tokens = as_int("max_tokens", max_tokens, least=1)
+        self.max_pages = as_int("max_pages", max_pages, least=1)
         windows = 0
         if layout.windows:
             windows = -(-max_pages * layout.page_tokens // layout.windows[0].slots_per_page)

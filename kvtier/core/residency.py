@@ -200,13 +200,13 @@ class Residency:
                 self.became_leaf(parent, up)
             self._offer_above(node, slot)
         if copy.tier == DISK:
-            self._forget_row(copy, node)
+            self._forget_row(copy)
         elif copy.readers or copy.writer:
             self.orphans[copy] = None
         else:
             self.pools[slot].give(copy.frames)
 
-    def _forget_row(self, copy: Copy, node: Node) -> None:
+    def _forget_row(self, copy: Copy) -> None:
         """A disk copy's row goes with it; what is only on disk below it must have gone before."""
         assert self.disk is not None
         row = copy.frames[0]
