@@ -96,52 +96,25 @@ def swa_c4_c128(
     entry = _stored("record", record, RECORDS, head_dim, rope_dim)
     index = _stored("index_record", index_record, INDEX_RECORDS, index_dim, rope_dim)
     layers = {ratio: tuple(i for i, r in enumerate(ratios) if r == ratio) for ratio in RATIOS}
-    rings = {
-        ratio: _ring(least, max_draft, page_tokens)
-        for ratio, least in ((4, SPAN_4), (128, 128))
-        if layers[ratio]
-    }
-    halves = 4 if tail == "seed" else 0
-
-    def history(name: str, ratio: int, stored: _Record) -> Component:
-        return Component(
-            name=name,
-            share=Share.HISTORY,
-            tokens_per_slot=ratio,
-            slots_per_page=page_tokens // ratio,
-            layers=layers[ratio],
-            slot_bytes=stored.slot_bytes,
-            dtype=stored.dtype,
-            planes=stored.planes,
-            page_align=stored.page_align,
-        )
-
-    def state(name: str, ratio: int, dim: int, kept: int) -> Component:
-        return Component(
-            name=name,
-            share=Share.TAIL,
-            tokens_per_slot=1,
-            slots_per_page=rings[ratio],
-            layers=layers[ratio],
-            slot_bytes=2 * dim * FLOAT,
-            dtype="float32",
-            checkpoint_slots=kept,
-        )
-
-    components: list[Component] = []
-    if layers[4]:
-        components += [history("c4", 4, entry), history("c4_index", 4, index)]
-    if layers[128]:
-        components += [history("c128", 128, entry)]
-    if layers[4]:
-        components += [
-            state("c4_state_a", 4, head_dim, 4),
-            state("c4_state_b", 4, head_dim, halves),
-            state("c4_index_state_a", 4, index_dim, 4),
-            state("c4_index_state_b", 4, index_dim, halves),
+    history: list[Component] = []
+    states: list[Component] = []
+    if on := layers[4]:
+        history += [
+            _history("c4", 4, entry, on, page_tokens),
+            _history("c4_index", 4, index, on, page_tokens),
         ]
-    if layers[128]:
-        components += [state("c128_state", 128, head_dim, 0)]
+        ring = _ring(SPAN_4, max_draft, page_tokens)
+        halves = 4 if tail == "seed" else 0
+        states += [
+            _state("c4_state_a", head_dim, on, ring, kept=4),
+            _state("c4_state_b", head_dim, on, ring, kept=halves),
+            _state("c4_index_state_a", index_dim, on, ring, kept=4),
+            _state("c4_index_state_b", index_dim, on, ring, kept=halves),
+        ]
+    if on := layers[128]:
+        history += [_history("c128", 128, entry, on, page_tokens)]
+        ring = _ring(128, max_draft, page_tokens)
+        states += [_state("c128_state", head_dim, on, ring, kept=0)]
     swa = Component(
         name="swa",
         share=Share.TAIL,
@@ -158,7 +131,7 @@ def swa_c4_c128(
     return Layout(
         name="swa_c4_c128",
         page_tokens=page_tokens,
-        components=(*components, swa),
+        components=(*history, *states, swa),
         meta={
             "record": record,
             "index_record": index_record,
@@ -169,6 +142,37 @@ def swa_c4_c128(
         },
         draft_layers=draft_layers,
         max_draft=max_draft,
+    )
+
+
+def _history(
+    name: str, ratio: int, stored: _Record, layers: tuple[int, ...], page_tokens: int
+) -> Component:
+    return Component(
+        name=name,
+        share=Share.HISTORY,
+        tokens_per_slot=ratio,
+        slots_per_page=page_tokens // ratio,
+        layers=layers,
+        slot_bytes=stored.slot_bytes,
+        dtype=stored.dtype,
+        planes=stored.planes,
+        page_align=stored.page_align,
+    )
+
+
+def _state(name: str, dim: int, layers: tuple[int, ...], ring: int, *, kept: int) -> Component:
+    """A compressor's rows of ``dim`` values and as many scores, of which checkpoints hold the
+    last ``kept``."""
+    return Component(
+        name=name,
+        share=Share.TAIL,
+        tokens_per_slot=1,
+        slots_per_page=ring,
+        layers=layers,
+        slot_bytes=2 * dim * FLOAT,
+        dtype="float32",
+        checkpoint_slots=kept,
     )
 
 
