@@ -7,6 +7,7 @@ them.  State slots and slots out of range are skipped, not raised for.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -24,7 +25,7 @@ from kvtier.kernels.triton_values import (
     sum_by_halves,
     widened,
 )
-from kvtier.kernels.triton_write import pool_of
+from kvtier.kernels.triton_write import adjacent, pool_of
 
 __all__ = ["compress_write"]
 
@@ -53,13 +54,14 @@ def compress_write(
     frames: Sequence[Tensor | None] = (),
 ) -> None:
     """``kvtier.kernels.compress_write``, for float32 states, groups and widths of powers of two."""
+    kv, score, cos, sin = adjacent(kv), adjacent(score), adjacent(cos), adjacent(sin)
     dim = _check(kv, score, states, slots, weight, cos, sin, ratio, ring)
     page_stride, per_page, there = pool_of(storage, record)
     n = kv.shape[0]
     if not n:
         return
     parts = len(states)
-    # What all three launches take: the step's rows, and where the rings' rows are.
+    # What every launch takes: the step's rows, and where the rings' rows are.
     source = (
         kv,
         score,
@@ -76,13 +78,7 @@ def compress_write(
         batch.kv_lens_device.shape[0],
     )
     if captures is not None and captures.shape[0]:
-        for part, frame in enumerate(frames):
-            if frame is not None and frame.shape[1]:
-                _check_frames(frame, captures, dim)
-                _capture[(captures.shape[0], frame.shape[1])](
-                    *source, captures, captures.stride(0), frame, *frame.stride()[:2],
-                    frame.shape[0], frame.shape[1], part, PARTS=parts, DIM=dim,
-                )  # fmt: skip
+        _capture_rows(source, captures, frames, parts, dim)
     entries = n // ratio + batch.kv_lens_device.shape[0]  # more cannot close
     tile = min(dim, TILE_VALUES // (parts * ratio))
     pooled = None
@@ -135,11 +131,11 @@ def _check(
 ) -> int:
     (n, width), parts = kv.shape, len(states)
     dim = width // parts
-    if score.shape != kv.shape or score.stride() != kv.stride() or kv.stride(1) != 1:
+    if score.shape != kv.shape or score.stride() != kv.stride():
         raise ValueError(f"kv {tuple(kv.shape)} and score {tuple(score.shape)}, {kv.stride()}")
     if any(s.shape != (states[0].shape[0], 2 * dim) or s.stride(1) != 1 for s in states):
         raise ValueError(f"states {[tuple(s.shape) for s in states]} for {width} columns")
-    if not 1 <= parts <= 2 or any(s.element_size() != 4 for s in states):
+    if not 1 <= parts <= 2 or any(s.dtype != torch.float32 for s in states):
         raise ValueError(f"{parts} states of {states[0].dtype}")
     if (dim & (dim - 1)) or (parts * ratio) & (parts * ratio - 1):
         raise ValueError(f"{dim=} and {parts} groups of {ratio}: powers of two only")
@@ -147,16 +143,37 @@ def _check(
         raise ValueError(f"{ring=} for groups of {ratio} and states of {states[0].shape[0]} rows")
     if slots.shape[0] != n or cos.shape[0] != n or cos.shape != sin.shape:
         raise ValueError(f"{n} tokens, {slots.shape[0]} slots, rotation {tuple(cos.shape)}")
-    if cos.stride() != sin.stride() or cos.stride(1) != 1 or weight.shape != (dim,):
+    if cos.stride() != sin.stride() or weight.shape != (dim,):
         raise ValueError(f"rotation of strides {cos.stride()}, weight {tuple(weight.shape)}")
     return dim
 
 
-def _check_frames(frame: Tensor, captures: Tensor, dim: int) -> None:
-    if frame.shape[2] != 2 * dim or frame.stride(2) != 1 or captures.shape[1] != 3:
-        raise ValueError(f"frames {tuple(frame.shape)}, captures {tuple(captures.shape)}")
-    if captures.stride(1) != 1:
-        raise ValueError(f"captures with strides {captures.stride()}")
+def _capture_rows(
+    source: tuple[Any, ...],
+    captures: Tensor,
+    frames: Sequence[Tensor | None],
+    parts: int,
+    dim: int,
+) -> None:
+    if captures.shape[1] != 3 or captures.stride(1) != 1:
+        raise ValueError(f"captures {tuple(captures.shape)} with strides {captures.stride()}")
+    for part, frame in enumerate(frames):
+        if frame is None or not frame.shape[1]:
+            continue
+        if frame.shape[2] != 2 * dim or frame.stride(2) != 1:
+            raise ValueError(f"frames {tuple(frame.shape)} for rows of {2 * dim}")
+        _capture[(captures.shape[0], frame.shape[1])](
+            *source,
+            captures,
+            captures.stride(0),
+            frame,
+            *frame.stride()[:2],
+            frame.shape[0],
+            frame.shape[1],
+            part,
+            PARTS=parts,
+            DIM=dim,
+        )
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.records import Record
 from kvtier.kernels.triton_batch import place
 from kvtier.kernels.triton_values import bits_of, cast, float_of, power_of_two, widened
-from kvtier.kernels.triton_write import pool_of
+from kvtier.kernels.triton_write import adjacent, pool_of
 
 __all__ = ["index_topk"]
 
@@ -45,9 +45,10 @@ def index_topk(
     much, either may be chosen.  An entry whose page the block table lacks is chosen last.  Scratch
     holds one query's scores at least.
     """
+    query = adjacent(query)
     n, heads, dim = query.shape
     page_stride, per_page, there = pool_of(keys, record)
-    if dim != 128 or query.stride(2) != 1 or weights.shape != (n, heads):
+    if dim != 128 or weights.shape != (n, heads):
         raise ValueError(f"query {tuple(query.shape)}, weights {tuple(weights.shape)}")
     out = torch.empty(n, topk, dtype=torch.int32, device=query.device)
     where = (batch.cu_seqlens_q, batch.kv_lens_device, batch.kv_lens_device.shape[0])

@@ -16,6 +16,7 @@ from kvtier.kernels.triton_values import (
     rotated,
     widened,
 )
+from kvtier.kernels.triton_write import adjacent
 
 __all__ = ["head_norm_rope", "index_query", "inverse_rope"]
 
@@ -23,7 +24,7 @@ __all__ = ["head_norm_rope", "index_query", "inverse_rope"]
 def head_norm_rope(
     query: Tensor, cos: Tensor, sin: Tensor, *, eps: float, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``kvtier.kernels.head_norm_rope``; heads may be strided, their values are adjacent."""
+    """``kvtier.kernels.head_norm_rope``."""
     return _turn(query, cos, sin, eps, dtype, norm=True, inverse=False)
 
 
@@ -36,6 +37,7 @@ def inverse_rope(
 
 def index_query(query: Tensor, weights: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """``kvtier.kernels.index_query``, for heads of 128 values."""
+    query, cos, sin = adjacent(query), adjacent(cos), adjacent(sin)
     n, heads, dim = _check(query, cos, sin)
     if dim != 128 or weights.shape != (n, heads):
         raise ValueError(f"queries {tuple(query.shape)}, weights {tuple(weights.shape)}")
@@ -70,6 +72,7 @@ def _turn(
     norm: bool,
     inverse: bool,
 ) -> Tensor:
+    values, cos, sin = adjacent(values), adjacent(cos), adjacent(sin)
     n, heads, dim = _check(values, cos, sin)
     out = torch.empty(n, heads, dim, dtype=dtype or torch.float32, device=values.device)
     if n:
@@ -93,11 +96,11 @@ def _turn(
 
 def _check(values: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int, int]:
     n, heads, dim = values.shape
-    if values.stride(2) != 1 or dim & (dim - 1):
-        raise ValueError(f"heads {tuple(values.shape)} with strides {values.stride()}")
+    if dim & (dim - 1):
+        raise ValueError(f"heads {tuple(values.shape)}: of a power of two here")
     if cos.shape != sin.shape or cos.shape[0] != n or 2 * cos.shape[1] > dim:
         raise ValueError(f"rotation {tuple(cos.shape)} of heads {tuple(values.shape)}")
-    if cos.stride() != sin.stride() or cos.stride(1) != 1:
+    if cos.stride() != sin.stride():
         raise ValueError(f"rotation with strides {cos.stride()}, {sin.stride()}")
     return n, heads, dim
 

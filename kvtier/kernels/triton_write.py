@@ -20,7 +20,7 @@ from kvtier.kernels.triton_values import (
     widened,
 )
 
-__all__ = ["pool_of", "write_normed", "write_records", "write_rows"]
+__all__ = ["adjacent", "pool_of", "write_normed", "write_records", "write_rows"]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,7 +32,8 @@ def write_rows(rows: Tensor, slots: Tensor, values: Tensor) -> None:
             f"values {tuple(values.shape)} do not match {slots.shape[0]} slots of "
             f"{rows.shape[-1]} values"
         )
-    _check_adjacent(rows, values)
+    _check_adjacent(rows)
+    values = adjacent(values)
     if not values.shape[0]:
         return
     if values.dtype == rows.dtype:  # bytes as they are, whatever they mean
@@ -70,8 +71,14 @@ def write_normed(
     eps: float,
 ) -> None:
     """``kvtier.kernels.write_normed``."""
+    cos, sin = adjacent(cos), adjacent(sin)
     _check_rotation(values, weight, cos, sin)
     _write(storage, slots, values, record, weight, cos, sin, eps)
+
+
+def adjacent(values: Tensor) -> Tensor:
+    """``values`` with its last dimension adjacent; copied where it is not."""
+    return values if values.stride(-1) == 1 else values.contiguous()
 
 
 def pool_of(storage: Tensor, record: Record) -> tuple[int, int, int]:
@@ -109,7 +116,7 @@ def _write(
             f"{record.dim or storage.shape[-1]} values"
         )
     page_stride, per_page, there = pool_of(storage, record)
-    _check_adjacent(values)
+    values = adjacent(values)
     if not values.shape[0]:
         return
     rope = values.shape[1] % 128  # what lies behind the quantised part of a latent row
@@ -142,16 +149,15 @@ def _check_rotation(values: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) ->
             f"values {tuple(values.shape)}, weight {tuple(weight.shape)}, rotation "
             f"{tuple(cos.shape)} and {tuple(sin.shape)}"
         )
-    if cos.stride() != sin.stride() or cos.stride(1) != 1 or 2 * cos.shape[1] > dim:
+    if cos.stride() != sin.stride() or 2 * cos.shape[1] > dim:
         raise ValueError(f"rotation {tuple(cos.shape)} of {dim} values, strides {cos.stride()}")
     if dim & (dim - 1):
         raise ValueError(f"rows of {dim} values: normed here are powers of two")
 
 
-def _check_adjacent(*rows: Tensor) -> None:
-    for tensor in rows:
-        if tensor.dim() != 2 or tensor.stride(1) != 1:
-            raise ValueError(f"rows {tuple(tensor.shape)} with strides {tensor.stride()}")
+def _check_adjacent(rows: Tensor) -> None:
+    if rows.dim() != 2 or rows.stride(1) != 1:
+        raise ValueError(f"rows {tuple(rows.shape)} with strides {rows.stride()}")
 
 
 # The counts and small vectors of a step take whatever value and alignment they have: a kernel is

@@ -120,14 +120,15 @@ def check_compress_write(
     run: Callable[..., Any], record: str, dim: int, dtype: torch.dtype, device: str
 ) -> None:
     """Pages, rings and checkpoints of the reference, byte for byte."""
-    lengths = [(1, 4), (10, 262), (1, 0), (2, 129), (5, 5), (1, 128)]
-    n, state_slots = 20, torch.tensor([3, 1, -1, 4, 5, 0], dtype=torch.int32)
+    # The second row has more new tokens than the smaller rings have rows.
+    lengths = [(1, 4), (18, 262), (1, 0), (2, 129), (5, 5), (1, 128)]
+    n, state_slots = 28, torch.tensor([3, 1, -1, 4, 5, 0], dtype=torch.int32)
     wide = torch.promote_types(dtype, torch.float32)
     for ratio, parts in ((4, 2), (128, 1)) if dim != 128 else ((4, 2),):
         ring = 2 * parts * ratio
         kv = torch.randn(n, parts * dim).to(dtype)
         score = (3 * torch.randn(n, parts * dim)).to(dtype)
-        kv[11] = score[11] = torch.nan  # the padding row
+        kv[19] = score[19] = torch.nan  # the padding row
         states = [torch.randn(6 * ring, 2 * dim).to(wide) for _ in range(parts)]
         for state in states:
             state[2 * ring : 3 * ring] = torch.nan  # nobody's

@@ -240,6 +240,19 @@ def test_slots_past_the_pool_are_skipped() -> None:
     assert rows.isnan().all(1).tolist() == [True] * 3 + [False] + [True] * 4
 
 
+def test_values_may_lie_apart() -> None:
+    record, slots = RECORDS["index_fp8"], torch.tensor([5, 2], device=DEVICE)
+    apart = torch.randn(128, 2, device=DEVICE).T
+    pools = [torch.zeros(2, record.page_bytes(4), dtype=torch.uint8, device=DEVICE)] * 2
+    pools[1] = pools[0].clone()
+    triton_write.write_records(pools[0], slots, apart, record)
+    write_records(pools[1], slots, apart, record)
+    assert torch.equal(*pools)
+    heads = torch.randn(3, 128, 2, device=DEVICE).transpose(1, 2)
+    cos, sin = (t.to(DEVICE) for t in turns(3))
+    assert torch.equal(triton_query.inverse_rope(heads, cos, sin), inverse_rope(heads, cos, sin))
+
+
 @pytest.mark.parametrize("slot", [-1, 2, 1 << 40])
 def test_state_slots_that_are_not_there_are_skipped(slot: int) -> None:
     states = [torch.full((3 * 8, 256), torch.nan, device=DEVICE) for _ in range(2)]
@@ -272,7 +285,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     for pages in (storage[:, :1700], storage[:, ::2], storage.view(torch.int16), storage[:, 1:]):
         with pytest.raises(ValueError):
             triton_write.write_records(pages, slots, values, record)
-    for weight, cos in ((values[0, :64], turn), (values[0], turn[:1]), (values[0], turn[:, ::2])):
+    for weight, cos in ((values[0, :64], turn), (values[0], turn[:1]), (values[0], turn[:, :9])):
         with pytest.raises(ValueError):
             triton_write.write_normed(storage, slots, values, weight, cos, turn, record, eps=0)
 
