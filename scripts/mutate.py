@@ -509,6 +509,12 @@ BUGS = [
         "self.residency.held(page):",
     ),
     Bug(
+        "where a turn ends nothing is kept",
+        "machine",
+        "        ops = self.lower.turn_end(rec.nodes) if ends else []",
+        "        ops: list[Op] = []",
+    ),
+    Bug(
         "what was passed keeps its worth",
         "lower",
         "                    self.residency.weigh_again(passed)",

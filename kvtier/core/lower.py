@@ -111,6 +111,21 @@ class Lower:
             last, before = target, last
             moves.append(Move(history_part(source, target), source, (target,)))
 
+    def turn_end(self, nodes: Sequence[Node]) -> list[Op]:
+        """A lease ends here, and its conversation will go on from here: its last checkpoint, if
+        the device still has it, is kept as one at a prompt's end is."""
+        node = nodes[-1] if nodes else None
+        tail = None if node is None else node.copies[GPU + CHECKPOINT]
+        if node is None or node.run is None or tail is None or not tail.expendable:
+            return []
+        tail.expendable = False
+        if tail.mark is not None:
+            tail.mark.prompt_end = True
+        if (host := node.copies[CPU + CHECKPOINT]) is None:
+            return self.pack([nodes])
+        host.expendable = False
+        return self.store([node])
+
     # ------------------------------------------------------------------ host -> disk
     def store(self, nodes: Iterable[Node]) -> list[Op]:
         """One STORE for the pages among these, and above them, that may go to disk now."""

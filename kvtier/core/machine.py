@@ -279,6 +279,8 @@ class CacheCore:
         if rec.state is LeaseState.RELEASED:
             return []
         self.writing.return_captures(rec)
+        ends = rec.write and rec.state is LeaseState.ACTIVE
+        ops = self.lower.turn_end(rec.nodes) if ends else []
         self.parking.drop(rec)
         self.restore.let_go(rec)
         for frame in rec.spare:
@@ -289,7 +291,7 @@ class CacheCore:
         rec.state = LeaseState.RELEASED
         self.tables.free.append(rec.row)
         del self.leases[rec.id]
-        return self._drops()
+        return ops + self._drops()
 
     # ------------------------------------------------------------------ upkeep
     def prefetch(

@@ -138,9 +138,9 @@ class Writing:
 
     def _due(self, rec: LeaseRecord, depth: int, spare: bool) -> bool:
         """Whether to capture at the end of a page.  Without ``spare`` room below it would go
-        nowhere unless it is to be kept."""
+        nowhere unless it is to be kept, or past the prompt: a turn may end there."""
         place = self._place(rec, depth)
-        if spare:
+        if spare or depth > len(rec.prompt) // self.geometry.page_tokens:
             return self.checkpoints.due(depth, **place)
         return self.checkpoints.keep(depth, **place) and self.checkpoints.due(depth, **place)
 

@@ -181,6 +181,28 @@ def test_a_prompt_longer_than_the_host_keeps_a_checkpoint() -> None:
     assert written.resident + written.free == 24
 
 
+def test_where_a_turn_ends_a_checkpoint_is_kept() -> None:
+    """Also when the host is full: the next turn goes on from the last whole page of the answer."""
+    made = tails(cpu=8, checkpoints=Adaptive(every_pages=64))
+    serve(made, [1] * 4)
+    assert made.core.residency.pools[CPU].free == 0
+    rec = made.open([2, 2, 0])
+    assert rec is not None
+    for _ in range(5):  # three tokens of a prompt, two of an answer
+        assert made.step([rec], [[2]])
+        made.drain()
+    assert [n.depth for n in rec.nodes if n.copies[CPU + CHECKPOINT] is not None] == [1, 2, 3]
+    nodes = list(rec.nodes)
+    made.run(made.core.release(rec))
+    made.drain()
+    made.sound()
+    tail = nodes[-1].copies[CPU + CHECKPOINT]
+    assert nodes[-1].depth == 5 and tail is not None and not tail.expendable
+    assert nodes[3].copies[CPU + CHECKPOINT] is None
+    made.cold(Tier.GPU)
+    assert made.core.match(packed([2] * 9)).tokens == 5
+
+
 def test_the_last_of_a_chain_becomes_its_deepest() -> None:
     """With what lay below it gone, a passed checkpoint is what its conversation can resume at."""
     made = tails(cpu=40, checkpoints=Adaptive(every_pages=4))
