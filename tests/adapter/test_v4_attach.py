@@ -14,10 +14,17 @@ from kvtier.layouts import mla, swa_c4_c128
 from kvtier_deepseek import UnsupportedModel, attach, backends, layout_for
 from tests.adapter.fake_step import FakeCache, FakeSequence
 from tests.adapter.models import full_logits, tiny_model
-from tests.adapter.v4_kit import expected, feed, model_of, open_cache, run, stream
+from tests.adapter.v4_kit import (
+    expected,
+    feed,
+    model_of,
+    near,
+    open_cache,
+    run,
+    stream,
+)
 from tests.adapter.v4_models import v4_model
 
-LOGITS = 5e-5
 SMALL: dict[str, Any] = {
     "head_dim": 32,
     "qk_rope_head_dim": 8,
@@ -74,7 +81,7 @@ class TestDetach:
             adapter.detach()
             with cache.step([]) as step, pytest.raises(KVTierError, match="detached"):
                 adapter(step)
-        torch.testing.assert_close(got, before, atol=LOGITS, rtol=0)
+        near(got, before)
         assert adapted(model) == [False] * 3
         assert torch.equal(full_logits(model, tokens), before)
         assert {name: set(vars(m)) for name, m in model.named_modules()} == modules
@@ -280,7 +287,7 @@ class TestOptions:
             cache.lease([]) as lease,
         ):
             got = run(cache, adapter, lease, tokens, [300])
-        torch.testing.assert_close(got, full_logits(model, tokens), atol=LOGITS, rtol=0)
+        near(got, full_logits(model, tokens))
 
     def test_warmup_touches_no_page(self) -> None:
         for layout in (None, {}):
@@ -296,7 +303,7 @@ class TestOptions:
             with cache.lease([]) as lease:
                 got = feed(cache, adapter, (lease, [1, 2, 3]))[0]
         want = full_logits(small(), [1, 2, 3])
-        torch.testing.assert_close(got, want, atol=LOGITS, rtol=0)
+        near(got, want)
 
     def test_ids_outside_the_vocabulary(self) -> None:
         model = small()
@@ -319,7 +326,7 @@ def test_weights_are_read_anew_at_every_step() -> None:
         want = full_logits(model, tokens)
         with cache.lease([]) as lease:
             got = run(cache, adapter, lease, tokens, [140])
-    torch.testing.assert_close(got, want, atol=LOGITS, rtol=0)
+    near(got, want)
 
 
 def test_two_models_of_two_families_in_each_others_steps() -> None:
@@ -339,8 +346,8 @@ def test_two_models_of_two_families_in_each_others_steps() -> None:
         with cache.lease([]) as lease:
             outer = run(cache, adapter, lease, tokens, [130])
         hook.remove()
-    torch.testing.assert_close(outer, full_logits(v4, tokens), atol=LOGITS, rtol=0)
-    torch.testing.assert_close(inner[0], full_logits(v3, other), atol=LOGITS, rtol=0)
+    near(outer, full_logits(v4, tokens))
+    near(inner[0], full_logits(v3, other))
 
 
 def test_threads_in_the_middle_of_their_steps() -> None:
@@ -377,4 +384,4 @@ def test_threads_in_the_middle_of_their_steps() -> None:
         cache.close()
     for i, logits in enumerate(got):
         want = expected(i)[:300] if i < 2 else full_logits(models[i], stream(2)[:300])
-        torch.testing.assert_close(logits, want, atol=LOGITS, rtol=0)
+        near(logits, want)

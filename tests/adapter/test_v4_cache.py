@@ -19,11 +19,14 @@ from kvtier_deepseek import Adapter, attach, generate
 from kvtier_deepseek.v4.attention import V4Attention
 from tests.adapter.models import full_logits, random_tokens
 from tests.adapter.v4_kit import (
+    FP32,
+    LOGITS,
     PAGE,
     expected,
     feed,
     held,
     model_of,
+    near,
     open_cache,
     poison_free,
     run,
@@ -31,15 +34,9 @@ from tests.adapter.v4_kit import (
 )
 from tests.shell.v4_kit import sized
 
-LOGITS = 5e-5
 FP8: dict[str, Any] = {}
-FP32 = {"record": "fp32", "index_record": "fp32"}
 CUTS = [256, 512, 539, 540, 541, 542]
 """Ends of chunks: both boundaries of the prompt, its end within a group, and decode."""
-
-
-def near(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, atol=LOGITS, rtol=0)
 
 
 def resume(

@@ -139,4 +139,3 @@ def test_the_adapter_checks_steps_that_kvtier_did_not_make() -> None:
             mine.state_slots = np.array([7], np.int32)
             with pytest.raises(LayoutMismatch, match="state_slots names 7 of a pool of 3"):
                 adapter(mine)
-            step.accept(lease, 0)

@@ -19,18 +19,13 @@ from tests.adapter.v4_kit import (
     feed,
     least_gap,
     model_of,
+    near,
     open_cache,
     poison_free,
     rounded_logits,
     run,
     stream,
 )
-
-LOGITS = 5e-5
-
-
-def near(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, atol=LOGITS, rtol=0)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -17,6 +17,12 @@ from tests.shell.v4_kit import ByteModel, sized
 
 PAGE = 256
 FP32 = {"record": "fp32", "index_record": "fp32"}
+LOGITS = 5e-5
+"""How far logits may be from HF's with float32 records."""
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, atol=LOGITS, rtol=0)
 
 
 @memo

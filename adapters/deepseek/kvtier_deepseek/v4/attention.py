@@ -40,13 +40,13 @@ class V4Run(Run):
     batch: PagedBatch
     captures: tuple[tuple[int, int], ...]
     """(row, position) of each checkpoint due."""
-    frames: Tensor
+    capture_frames: Tensor
     """(captures,) int64: the checkpoint frame each goes to."""
     captured_pages: Tensor
     """(captures, pages) int64: the window pages each holds."""
-    windows: Tensor
+    window_slots: Tensor
     """(tokens, window) physical slots that each query's window reaches, -1 where none."""
-    dense: Tensor | None
+    c128_slots: Tensor | None
     """(tokens, n) physical slots of all entries of ratio 128 that each query sees, -1 behind;
     None where no layer has any."""
 
@@ -102,7 +102,7 @@ class V4Attention:
             slots = self._selected(run, view, hidden, residual, (cos, sin))
         elif self.ratio == 128:
             self._compress(run, view, C128, m.compressor, hidden)
-            extra, slots = view.rows(C128.entries), run.dense
+            extra, slots = view.rows(C128.entries), run.c128_slots
         run.written.append(self.index)
         out = self._attend(run, view, query, extra, slots)
         out = self.rotation(out.transpose(0, 1)[None], cos, -sin).transpose(1, 2)
@@ -185,7 +185,7 @@ class V4Attention:
             pages = rows
             if not self.records[WINDOW].planes:
                 pages = rows.view(-1, self.components[WINDOW].slots_per_page, rows.shape[1])
-            view.checkpoints(WINDOW)[run.frames] = pages[run.captured_pages]
+            view.checkpoints(WINDOW)[run.capture_frames] = pages[run.captured_pages]
 
     def _compress(
         self, run: V4Run, view: TailRows, stream: Stream, compressor: Any, hidden: Tensor
@@ -206,7 +206,7 @@ class V4Attention:
         )
         for name, rows, count in zip(stream.states, closed.captured, kept, strict=True):
             if run.captures and count:
-                view.checkpoints(name)[run.frames] = rows
+                view.checkpoints(name)[run.capture_frames] = rows
         if closed.tokens.numel():
             normed = compressor.kv_norm(closed.values)[None]
             cos, sin = compressor.rotary_emb(
@@ -250,7 +250,7 @@ class V4Attention:
         out, _ = self._kernel(run, "sparse_attend")(
             query,
             view.rows(WINDOW),
-            run.windows,
+            run.window_slots,
             m.sinks,
             scale=m.scaling,
             record=self.records[WINDOW],

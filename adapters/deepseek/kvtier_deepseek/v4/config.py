@@ -74,6 +74,8 @@ def layout_for(
             f"{PACKED_INDEX_DIM}"
         )
     page = PAGE_TOKENS if page_tokens is None else page_tokens
+    if not is_size(page):
+        raise UnsupportedModel(f"page_tokens must be a positive integer, got {page!r}")
     if page % model.window:
         raise UnsupportedModel(
             f"sliding_window {model.window}: pages of {page} tokens do not end where a window does"
@@ -124,13 +126,15 @@ def _ratios(config: Any) -> tuple[int, ...]:
     found: list[tuple[int, ...]] = []
     if by_name is not None:
         _check_length("layer_types", by_name, layers, layers)
-        if unknown := [name for name in by_name if name not in KINDS]:
+        if unknown := [name for name in by_name if name not in (*KINDS,)]:
             raise UnsupportedModel(
                 f"layer_types has {unknown[0]!r}, which is not one of {[*KINDS]}"
             )
         found.append(tuple(KINDS[name] for name in by_name))
     if by_ratio is not None:
         drafts = getattr(config, "num_nextn_predict_layers", None) or 0
+        if not (is_size(drafts) or drafts == 0):
+            raise UnsupportedModel(f"num_nextn_predict_layers is {drafts!r}, which is no count")
         _check_length("compress_ratios", by_ratio, layers, layers + drafts)
         if unknown := [r for r in by_ratio if isinstance(r, bool) or r not in KINDS.values()]:
             raise UnsupportedModel(f"compress_ratios has {unknown[0]!r}; there are 0, 4 and 128")
@@ -156,7 +160,9 @@ def _check_length(name: str, values: object, least: int, most: int) -> None:
 
 def _check_rates(config: Any) -> None:
     """Other rates than the released ones close their groups elsewhere in a page."""
-    rates = dict(getattr(config, "compress_rates", None) or {})
+    rates = getattr(config, "compress_rates", None) or {}
+    if not isinstance(rates, Mapping):
+        raise UnsupportedModel(f"compress_rates must be a mapping, got {rates!r}")
     stated: dict[str, tuple[object, int | None]] = {
         f"compress_rates[{name!r}]": (rate, KINDS.get(name)) for name, rate in rates.items()
     }
@@ -221,7 +227,11 @@ def _ropes(config: Any) -> tuple[str, Mapping[str, Any] | None, Mapping[str, Any
         if not isinstance(fields, Mapping):
             raise UnsupportedModel(f"{name} must be a mapping, got {fields!r}")
         if {"main", "compress"} & set(fields):
-            return name, fields.get("main"), fields.get("compress")
+            main, compress = fields.get("main"), fields.get("compress")
+            for each in (main, compress):
+                if not isinstance(each, Mapping | None):
+                    raise UnsupportedModel(f"{name} has {each!r} where a mapping belongs")
+            return name, main, compress
         break
     else:
         name, fields = "rope_scaling", {}

@@ -52,7 +52,7 @@ class V4Family:
         self._layout = layout
         self._layers = layers
         self._windows = layout.windows[0]
-        self._dense = any(layer.ratio == 128 for layer in layers)
+        self._has_c128 = any(layer.ratio == 128 for layer in layers)
 
     @property
     def layers(self) -> Sequence[V4Attention]:
@@ -85,20 +85,21 @@ class V4Family:
         window = self._windows
         assert window.window is not None
         where = device.input_ids.device
+        frames = [c.frame for c in step.captures]
         return V4Run(
             step=device,
             mask=torch.empty(1, 1, 1, 1, device=where),
             batch=batch,
             captures=tuple((c.row, c.position) for c in step.captures),
-            frames=torch.tensor([c.frame for c in step.captures], dtype=torch.int64, device=where),
+            capture_frames=torch.tensor(frames, dtype=torch.int64, device=where),
             captured_pages=self._captured_pages(step).to(where),
-            windows=window_slots(
+            window_slots=window_slots(
                 batch,
                 device.window_table,
                 window=window.window,
                 slots_per_page=window.slots_per_page,
             ),
-            dense=c128_slots(batch) if self._dense else None,
+            c128_slots=c128_slots(batch) if self._has_c128 else None,
         )
 
     def warmup(self) -> None:
