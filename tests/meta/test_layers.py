@@ -17,7 +17,7 @@ LAYERS = [
     {"layouts"},
     {"core"},
     {"seams", "sizing", "trace"},
-    {"kernels", "stores", "exchange"},
+    {"kernels", "stores"},
     {"data"},
     {"pump", "step", "metrics"},
     {"lease"},
