@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, TypeVar, final
 from weakref import WeakSet
@@ -46,7 +46,9 @@ def _in_child() -> None:
         pump.foreign = True
 
 
-os.register_at_fork(after_in_child=_in_child)
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def running_future() -> "Future[Any]":
@@ -113,6 +115,7 @@ class Pump:
         """No op is started any more: what is still planned ends at once, undelivered."""
         self._broken: BaseException | None = None
         _pumps.add(self)
+        _watch_forks()
 
     @property
     def broken(self) -> bool:
