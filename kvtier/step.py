@@ -88,6 +88,7 @@ class Step:
         "cu_seqlens_q",
         "input_ids",
         "kv_lens",
+        "layout",
         "leases",
         "positions",
         "query_lens",
@@ -97,6 +98,8 @@ class Step:
     )
 
     leases: "tuple[Lease, ...]"
+    layout: Layout
+    """Of the cache that made it: what slots and tables are numbered by."""
     input_ids: IntArray
     """(tokens,)"""
     positions: IntArray
@@ -223,6 +226,7 @@ def build_step(
     kv = context + query
     step = Step()
     step.leases = leases
+    step.layout = layout
     step.input_ids = np.frombuffer(data, dtype="<i4")
     step.positions = positions
     step.cu_seqlens_q = offsets

@@ -178,5 +178,6 @@ def test_negative_ids_are_refused_in_steps_that_need_no_check(
     model = tiny_model("v3")
     cache = FakeCache(layout_for(model.config, page_tokens=PAGE, dtype="float32"))
     monkeypatch.setitem(Adapter.forward.__globals__, "_made_by_kvtier", lambda _: True)
+    monkeypatch.setattr(Adapter, "_check_layout", lambda *_: None)
     with attach(model, cache) as adapter, pytest.raises(TokenError, match="-7"):
         adapter(cache.step((FakeSequence(), [1, -7, 3])))

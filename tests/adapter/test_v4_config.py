@@ -160,6 +160,12 @@ def test_layers_without_an_index_need_no_index_fields() -> None:
         ("layer_types and compress_ratios", {"layer_types": ["sliding_attention"] * 43}),
         (r"compress_rates\['heavily_com", {"compress_rates": {NAMES[4]: 4, NAMES[128]: 64}}),
         (r"compress_rates\['other", {"compress_rates": {"other": 4}}),
+        ("compress_rates must be a mapping", {"compress_rates": [4, 128]}),
+        ("compress_rates must be a mapping", {"compress_rates": 4}),
+        ("num_nextn_predict_layers is '1'", {"num_nextn_predict_layers": "1"}),
+        ("num_nextn_predict_layers is -1", {"num_nextn_predict_layers": -1}),
+        (r"layer_types has \['sliding", {"layer_types": [["sliding_attention"]] * 43}),
+        ("rope_scaling has 3 where", {"rope_scaling": {"main": 3, "compress": YARN}}),
         ("compress_rate_csa", {"compress_rate_csa": 8}),
         ("compress_rate_hca", {"compress_rate_hca": 64}),
         ("num_key_value_heads", {"num_key_value_heads": 8}),
@@ -216,6 +222,9 @@ def test_hfs_defaults_describe_no_released_model() -> None:
         ("tail 'all'", {"tail": "all"}),
         ("dtype", {"dtype": "float32"}),
         ("page_tokens=128", {"page_tokens": 1000}),
+        ("page_tokens must be", {"page_tokens": 256.0}),
+        ("page_tokens must be", {"page_tokens": "256"}),
+        ("page_tokens must be", {"page_tokens": 0}),
     ],
 )
 def test_arguments(named: str, options: dict[str, Any]) -> None:

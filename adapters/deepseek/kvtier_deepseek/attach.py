@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast, final
 import torch
 from torch import Tensor, nn
 
-from kvtier import KVTierError, TokenError
+from kvtier import KVTierError, LayoutMismatch, TokenError
 from kvtier.kernels import table
+from kvtier.layouts import Layout
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.family import Family, LayerAttention, Run
 from kvtier_deepseek.metadata import StepLike
@@ -79,7 +80,7 @@ def attach(
         workspace_bytes=workspace_bytes,
         max_absorbed=max_absorbed,
     )
-    return Adapter(model, family)
+    return Adapter(model, family, cache.layout)
 
 
 def backends() -> list[dict[str, str]]:
@@ -94,9 +95,10 @@ class Adapter:
     Steps may run in several threads at once, as far as the model itself allows it.
     """
 
-    def __init__(self, model: nn.Module, family: Family) -> None:
+    def __init__(self, model: nn.Module, family: Family, layout: Layout) -> None:
         self._model = model
         self._family = family
+        self._layout = layout
         self._overrides: list[_Override] = []
         self._report = StepReport(0, 0)
         try:
@@ -137,12 +139,15 @@ class Adapter:
         Returns logits (batch, vocab) of each sequence's last token, or (tokens, vocab) with
         ``all_logits``; none for padding rows.  ``pad_to`` is passed on to ``step.to_device``.
         Raises KVTierError after ``detach`` and where a layer did not take part, TokenError for an
-        id outside the vocabulary, LayoutMismatch for inconsistent hand-made metadata.
+        id outside the vocabulary, LayoutMismatch for a step of a cache with another layout and for
+        inconsistent hand-made metadata.
         """
         if not self._overrides:
             raise KVTierError("this adapter is detached; attach the model again")
         device = step.to_device(pad_to=pad_to)
-        if not _made_by_kvtier(step):
+        if _made_by_kvtier(step):
+            self._check_layout(step)
+        else:
             self._family.check_step(step, device)
         self._check_ids(step)
         tokens = int(step.input_ids.shape[0])
@@ -193,6 +198,15 @@ class Adapter:
             override = self._overrides.pop()
             if vars(override.module).get("forward") is override:
                 del override.module.forward
+
+    def _check_layout(self, step: StepLike) -> None:
+        """Pages of another size or rings of another length would be read where they are not."""
+        layout: Layout = cast(Any, step).layout
+        if layout is not self._layout and layout != self._layout:
+            raise LayoutMismatch(
+                f"the step is of a cache of {layout.name!r} that is laid out otherwise than the "
+                f"one of {self._layout.name!r} that the model is attached to"
+            )
 
     def _check_ids(self, step: StepLike) -> None:
         """On an accelerator an id outside the embedding would take the whole context down."""

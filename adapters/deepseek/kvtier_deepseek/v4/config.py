@@ -126,7 +126,7 @@ def _ratios(config: Any) -> tuple[int, ...]:
     found: list[tuple[int, ...]] = []
     if by_name is not None:
         _check_length("layer_types", by_name, layers, layers)
-        if unknown := [name for name in by_name if name not in (*KINDS,)]:
+        if unknown := [name for name in by_name if name not in [*KINDS]]:
             raise UnsupportedModel(
                 f"layer_types has {unknown[0]!r}, which is not one of {[*KINDS]}"
             )
@@ -229,7 +229,7 @@ def _ropes(config: Any) -> tuple[str, Mapping[str, Any] | None, Mapping[str, Any
         if {"main", "compress"} & set(fields):
             main, compress = fields.get("main"), fields.get("compress")
             for each in (main, compress):
-                if not isinstance(each, Mapping | None):
+                if each is not None and not isinstance(each, Mapping):
                     raise UnsupportedModel(f"{name} has {each!r} where a mapping belongs")
             return name, main, compress
         break
