@@ -90,16 +90,20 @@ def _table_slots(
     table: Tensor, sequences: Tensor, numbers: Tensor, per_page: int, wanted: Tensor
 ) -> Tensor:
     """Slots (n, k) int32 of each sequence's slot ``numbers``, -1 where not ``wanted``."""
-    slots = _lookup(table[sequences], numbers.clamp_min(0), per_page, wanted)
+    slots = _lookup(table, numbers.clamp_min(0), per_page, wanted, sequences[:, None])
     return torch.where(wanted, slots, -1).int()
 
 
-def _lookup(tables: Tensor, numbers: Tensor, per_page: int, wanted: Tensor) -> Tensor:
-    if not tables.shape[-1]:
-        tables = tables.new_full((*tables.shape[:-1], 1), -1)
+def _lookup(
+    table: Tensor, numbers: Tensor, per_page: int, wanted: Tensor, rows: Tensor | None = None
+) -> Tensor:
+    """Slots (int64) of ``numbers`` by one sequence's ``table``, or by its ``rows`` one for each:
+    only the pages that are named are taken out of it, whatever the length of the context."""
+    if not table.shape[-1]:
+        table = table.new_full((*table.shape[:-1], 1), -1)
     columns = numbers // per_page
-    inside = columns.clamp_max(tables.shape[-1] - 1)
-    page = tables.to(torch.int64).gather(-1, inside)
+    inside = columns.clamp_max(table.shape[-1] - 1)
+    page = (table[inside] if rows is None else table[rows, inside]).to(torch.int64)
     if bool((wanted & ((page < 0) | (columns != inside))).any()):
         raise ValueError("the table lacks a page that is needed")
     return page * per_page + numbers % per_page
