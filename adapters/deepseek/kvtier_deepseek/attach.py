@@ -139,7 +139,8 @@ class Adapter:
         Returns logits (batch, vocab) of each sequence's last token, or (tokens, vocab) with
         ``all_logits``; none for padding rows.  ``pad_to`` is passed on to ``step.to_device``.
         Raises KVTierError after ``detach`` and where a layer did not take part, TokenError for an
-        id outside the vocabulary, LayoutMismatch for a step of a cache with another layout and for
+        id outside the vocabulary and, without ``all_logits``, for a lease that is fed no token
+        (it has no last one), LayoutMismatch for a step of a cache with another layout and for
         inconsistent hand-made metadata.
         """
         if not self._overrides:
@@ -150,6 +151,8 @@ class Adapter:
         else:
             self._family.check_step(step, device)
         self._check_ids(step)
+        if not all_logits:
+            self._check_fed(step)
         tokens = int(step.input_ids.shape[0])
         ends = torch.from_numpy(step.cu_seqlens_q[1:].astype("int64")) - 1
         keep = (torch.arange(tokens) if all_logits else ends).to(device.input_ids.device)
@@ -207,6 +210,12 @@ class Adapter:
                 f"the step is of a cache of {layout.name!r} that is laid out otherwise than the "
                 f"one of {self._layout.name!r} that the model is attached to"
             )
+
+    def _check_fed(self, step: StepLike) -> None:
+        """The last token before an empty row is another lease's."""
+        if 0 in step.query_lens:
+            row = step.query_lens.tolist().index(0)
+            raise TokenError(f"row {row} is fed no token, so it has no logits: leave it out")
 
     def _check_ids(self, step: StepLike) -> None:
         """On an accelerator an id outside the embedding would take the whole context down."""
