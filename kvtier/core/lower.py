@@ -94,8 +94,11 @@ class Lower:
                 continue
             if source is None or page is None or (source.expendable and pool.free < frames):
                 continue
-            with self.residency.held(page, leaf):  # not its own path's pages: they come back
+            with self.residency.held(page, leaf):
                 missing = self.residency.evictor.room(CPU, frames)
+            if missing and last is None:  # better a shorter path than one of no use
+                with self.residency.held(page):
+                    missing = self.residency.evictor.room(CPU, frames)
             if missing:
                 self.dropped += 1
                 continue

@@ -170,15 +170,46 @@ def test_expendable_ones_take_free_room_only() -> None:
     assert made.core.stats().tiers[Tier.CPU].evictions == evicted
 
 
+def long_prompt(cpu: int, every: int, chunk: int) -> FakeServer:
+    """A prompt, served twice, that the host is too small for; checkpoints take two frames."""
+    made = tails(cpu=cpu, frames=2, checkpoints=Sparse(every_pages=every))
+    for _ in range(2):
+        serve(made, list(range(1, 20)), chunk=chunk)
+    return made
+
+
 def test_a_prompt_longer_than_the_host_keeps_a_checkpoint() -> None:
-    """As many pages as fit are of no use unless one of them has the tail."""
-    made = tails(cpu=24, frames=2, checkpoints=Sparse(every_pages=4))
-    prompt = list(range(1, 60))
-    serve(made, prompt, chunk=4)
-    assert len(on_host(made)) >= 1
-    assert serve(made, prompt, chunk=4) >= 16
-    written = made.core.stats().tiers[Tier.CPU]
-    assert written.resident + written.free == 24
+    """As many pages as fit are of no use unless a lease can resume at one of them."""
+    made = long_prompt(cpu=16, every=4, chunk=8)
+    assert on_host(made) == [12] and len(on_host(made, CPU)) == 14
+    assert serve(made, list(range(1, 20)), chunk=8) == 12
+
+
+def test_the_first_checkpoint_of_a_path_may_shorten_it() -> None:
+    made = long_prompt(cpu=8, every=3, chunk=8)
+    assert on_host(made) == [3] and len(on_host(made, CPU)) == 6
+
+
+def test_later_checkpoints_push_out_no_pages_of_their_own_path() -> None:
+    """These would be copied down again with the next chunk, and pushed out again."""
+    made = long_prompt(cpu=14, every=3, chunk=12)
+    assert on_host(made) == [6] and len(on_host(made, CPU)) == 12
+    assert made.core.stats().tiers[Tier.CPU].evictions == 2
+
+
+def test_what_is_passed_is_queued_by_its_new_worth() -> None:
+    made = tails(cpu=64, checkpoints=Adaptive(every_pages=4))
+    serve(made, [1] * 12, chunk=4)
+    residency = made.core.residency
+    classes = {
+        entry[3].mark.depth: (kind[2], residency._standing(entry[3]))
+        for kind, queue in residency.orders[CPU]._queues.items()
+        for entry in queue
+        if entry[3].queued == entry[2] and entry[3].mark is not None
+    }
+    assert sorted(classes) == list(range(1, 13))
+    # The last two are looked at again when they come to the front: they can only be worth more.
+    assert all(queued == now for depth, (queued, now) in classes.items() if depth <= 10), classes
 
 
 def test_where_a_turn_ends_a_checkpoint_is_kept() -> None:
