@@ -240,11 +240,14 @@ class CacheConfig:
             raise ConfigError(f"rank must lie in [0, world), got rank={self.rank} of {self.world}")
         if self.max_leases < 1:
             raise ConfigError(f"max_leases must be at least 1, got {self.max_leases}")
-        if isinstance(self.eviction, str) and self.eviction not in ("adaptive", "lru", "s3fifo"):
+        named = isinstance(self.eviction, str) and self.eviction in ("adaptive", "lru", "s3fifo")
+        if not (named or isinstance(self.eviction, EvictionPolicy)):
             raise ConfigError(
                 f'eviction must be "adaptive", "lru", "s3fifo" or an EvictionPolicy, '
                 f"got {self.eviction!r}"
             )
+        if not isinstance(self.checkpoints, CheckpointPolicy):
+            raise ConfigError(f"checkpoints must be a CheckpointPolicy, got {self.checkpoints!r}")
         if self.store_after_hits < 0:
             raise ConfigError(f"store_after_hits must not be negative: {self.store_after_hits}")
         if self.on_full not in ("skip", "wait"):

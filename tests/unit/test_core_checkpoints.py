@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import Adaptive, CheckpointPolicy, Dense, EvictionPolicy, Sparse
+from kvtier.config import Adaptive, CacheConfig, CheckpointPolicy, Dense, EvictionPolicy, Sparse
 from kvtier.core.checkpoints import HOPELESS, LEVEL, Mark, Scale, passed_by
 from kvtier.core.copies import CHECKPOINT, CPU, GPU, Copy
 from kvtier.core.geometry import Geometry
 from kvtier.core.ghosts import Ghosts
 from kvtier.core.tree import Node
+from kvtier.errors import ConfigError
 from kvtier.types import Tier
 from tests.property.server import FakeServer, packed, server
 
@@ -110,6 +111,17 @@ def test_the_page_before_the_end_is_not_passed_by_the_end() -> None:
     assert passed_by(Mark(9, prompt_end=True, branch=False), (near, far, None)) == [far]
     assert near.mark is not None and not near.mark.passed
     assert passed_by(Mark(10, prompt_end=True, branch=False), (near, far)) == [near]
+
+
+def test_a_policy_is_one() -> None:
+    class Lookalike:
+        def rank(self, tick: int, hits: int) -> int:
+            return tick
+
+    for field, wrong in (("eviction", Lookalike()), ("eviction", "mru"), ("checkpoints", Adaptive)):
+        with pytest.raises(ConfigError, match=field):
+            CacheConfig(gpu_bytes=1, **{field: wrong})
+    CacheConfig(gpu_bytes=1, eviction=EvictionPolicy(), checkpoints=CheckpointPolicy())
 
 
 # ---------------------------------------------------------------------- what leaves first
