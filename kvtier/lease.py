@@ -245,7 +245,8 @@ class Lease:
 
         Exact for layouts without tails.  With tails, rolling back committed tokens lands on the
         nearest checkpoint at or before ``n``, and the lease restores: wait on ``ready`` again.
-        (Drafts need no truncate: rejected ones were never committed.)
+        (Drafts need no truncate: rejected ones were never committed.)  Raises LeaseError for an
+        ``n`` past ``num_tokens``.
         """
         n = as_int("n", n, least=0)
         self._fence()
