@@ -137,7 +137,9 @@ def test_every_boundary_of_a_longer_prompt(chunk: int, tmp_path: Path) -> None:
                     cache.evict(tier, 100)
                 lease, logits = resume(cache, adapter, tokens, start, [1111])
                 with lease:
-                    torch.testing.assert_close(logits[1111], wanted[start:], atol=OTHER_CUTS, rtol=0)
+                    torch.testing.assert_close(
+                        logits[1111], wanted[start:], atol=OTHER_CUTS, rtol=0
+                    )
 
 
 def test_boundaries_within_a_chunk() -> None:
