@@ -15,9 +15,8 @@ from os import cpu_count
 from pathlib import Path
 
 from benchmarks.harness import ROOT, Param, Result
-from kvtier.config import Adaptive, CheckpointPolicy, Dense, Sparse
 from kvtier.progress import Bar
-from kvtier.trace import V4_FLASH, Outcome, Trace, clairvoyant, load, replay
+from kvtier.trace import PLACEMENTS, V4_FLASH, Outcome, Trace, clairvoyant, load, replay
 
 __all__ = ["run"]
 
@@ -27,7 +26,6 @@ HOST_GIB = {"conversation": (16, 64, 256, 1024), "agentic": (1, 4, 16, 64)}
 OTHER_GIB = (4, 16, 64, 256)
 DISK = 4
 """The disk tier, where there is one, has this many times the host's size."""
-PLACEMENTS = {"dense": Dense, "sparse": Sparse, "adaptive": Adaptive, "history_only": Adaptive}
 # Placement and eviction, without a disk and with one.
 HOST_CASES = (
     ("history_only", "lru"),
@@ -125,14 +123,13 @@ def _replay(case: Case) -> Outcome | float:
     if case.policy == "belady":
         pages = V4_FLASH.frames(host) + V4_FLASH.frames(disk)
         return clairvoyant(trace, pages, V4_FLASH.page_tokens)
-    placement: CheckpointPolicy = PLACEMENTS[case.policy]()
     gc.disable()  # a replay makes millions of small objects and next to no cycles
     try:
         return replay(
             trace,
             host=host,
             disk=disk,
-            checkpoints=placement,
+            checkpoints=PLACEMENTS[case.policy](),
             eviction=case.eviction,
             tails=case.policy != "history_only",
         )

@@ -8,17 +8,17 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier.config import Adaptive, CheckpointPolicy, Dense, Sparse, parse_bytes
+from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.progress import Bar
-from kvtier.trace import V4_FLASH, Outcome, Sizes, clairvoyant, load, replay
+from kvtier.trace import PLACEMENTS, V4_FLASH, Outcome, Sizes, clairvoyant, load, replay
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["add_trace"]
 
-POLICIES = ("adaptive", "dense", "sparse", "history_only", "infinite", "belady")
+POLICIES = (*PLACEMENTS, "infinite", "belady")
 SHIPPED = Path(__file__).parents[1] / "benchmarks" / "traces"
 GIB = 1 << 30
 
@@ -95,7 +95,7 @@ def _simulate(options: argparse.Namespace) -> int:
                 host=options.host_gib,
                 disk=options.disk_gib,
                 sizes=sizes,
-                checkpoints=_placement(options.policy),
+                checkpoints=PLACEMENTS[options.policy](),
                 eviction=options.eviction,
                 tails=options.policy != "history_only",
                 progress=lambda done: bar.show(done, len(trace.requests)),
@@ -129,10 +129,6 @@ def _sizes(options: argparse.Namespace) -> Sizes:
     if options.disk_gib and not options.host_gib:
         raise ConfigError("--disk-gib needs --host-gib: pages pass through host memory")
     return sizes
-
-
-def _placement(policy: str) -> CheckpointPolicy:
-    return {"dense": Dense, "sparse": Sparse}.get(policy, Adaptive)()
 
 
 def _figures(outcome: Outcome) -> dict[str, object]:

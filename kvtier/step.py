@@ -79,7 +79,6 @@ class Step:
         "_counts",
         "_data",
         "_ended",
-        "_max_rejected",
         "_pool",
         "_rows",
         "block_table",
@@ -128,7 +127,6 @@ class Step:
     _accepted: list[int] | None
     _data: bytes
     _ended: bool
-    _max_rejected: int | None
     _pool: DeviceRows | None
     _rows: "dict[Lease, int] | None"
 
@@ -176,7 +174,7 @@ class Step:
             raise LeaseError(
                 f"cannot accept {n} of the {self._counts[row]} tokens of lease {lease.label!r}"
             )
-        rejected, most = self._counts[row] - n, self._max_rejected
+        rejected, most = self._counts[row] - n, self.layout.max_rejected
         if most is not None and rejected > most:
             raise LeaseError(
                 f"cannot reject {rejected} tokens of lease {lease.label!r}: they have overwritten "
@@ -247,7 +245,6 @@ def build_step(
     step._counts = counts
     step._data = data
     step._ended = False
-    step._max_rejected = layout.max_rejected
     step._pool = pool
     step._accepted = None
     step._rows = None

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from os import PathLike
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from kvtier.config import CheckpointPolicy, EvictionPolicy
+from kvtier.config import Adaptive, CheckpointPolicy, Dense, EvictionPolicy, Sparse
 from kvtier.core.geometry import Geometry
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Kind, Op, OpKind
@@ -22,12 +23,26 @@ from kvtier.errors import ConfigError
 from kvtier.tokens import IntArray, TokenBuffer
 from kvtier.types import Tier
 
-__all__ = ["V4_FLASH", "Outcome", "Request", "Sizes", "Trace", "clairvoyant", "load", "replay"]
+__all__ = [
+    "PLACEMENTS",
+    "V4_FLASH",
+    "Outcome",
+    "Request",
+    "Sizes",
+    "Trace",
+    "clairvoyant",
+    "load",
+    "replay",
+]
 
 REQUEST_BLOCK = 512
 """Tokens of a block in the form with one request a line."""
 CHUNK_TOKENS = 4096
 """A prompt is computed in chunks of this many tokens."""
+PLACEMENTS: Mapping[str, Callable[[], CheckpointPolicy]] = MappingProxyType(
+    {"adaptive": Adaptive, "dense": Dense, "sparse": Sparse, "history_only": Adaptive}
+)
+"""Where checkpoints are kept in a replay, by name; "history_only" is one without tails."""
 
 
 # ------------------------------------------------------------------ traces

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvtier.core.copies import CHECKPOINT, GPU, TIERS, Copy
+from kvtier.core.copies import CHECKPOINT, DISK, GPU, TIERS, Copy
 from kvtier.core.keys import check_spans, checkpoint_key, page_extras, page_key
 from kvtier.core.leases import LeaseRecord
 from kvtier.core.ops import OpKind
@@ -98,7 +98,7 @@ def stats(core: "CacheCore") -> CacheStats:
     running = core.operations.running.values()
     kinds = [r.op.kind for r in running]
     restoring = sum(r.state is LeaseState.RESTORING for r in core.leases.values())
-    held = _held(core)
+    held, in_flight = _held(core), _in_flight(core)
     return CacheStats(
         lookups=core.lookups,
         lookup_tokens=core.restore.lookup_tokens,
@@ -108,17 +108,16 @@ def stats(core: "CacheCore") -> CacheStats:
         packing=kinds.count(OpKind.PACK),
         storing=kinds.count(OpKind.STORE),
         dropped_stores=core.lower.dropped,
-        tiers={t: _tier(core, t, held) for t in TIERS},
+        tiers={t: _tier(core, t, held, in_flight[t]) for t in TIERS},
     )
 
 
-def _tier(core: "CacheCore", tier: Tier, held: Collection[Node]) -> TierStats:
+def _tier(core: "CacheCore", tier: Tier, held: Collection[Node], in_flight: int) -> TierStats:
     """One tier's frames, from what is held and in flight: resident ones are too many to visit."""
     res = core.residency
     if tier is Tier.DISK and res.disk is None:
         return TierStats()
     reserved = quarantined = 0
-    in_flight = _in_flight(core, tier)
     if tier is Tier.DISK:
         disk = res.disk
         assert disk is not None
@@ -152,8 +151,8 @@ def _tier(core: "CacheCore", tier: Tier, held: Collection[Node]) -> TierStats:
     )
 
 
-def _in_flight(core: "CacheCore", tier: Tier) -> int:
-    """Frames of a tier that operations still write, or hold although their page has left."""
+def _in_flight(core: "CacheCore") -> Mapping[Tier, int]:
+    """Frames of each tier that operations still write, or hold although their page has left."""
     filling = {
         copy: None
         for run in core.operations.running.values()
@@ -161,16 +160,16 @@ def _in_flight(core: "CacheCore", tier: Tier) -> int:
         for copy in move.targets
         if copy.node is not None and copy.node.run is not None and not copy.ready
     }
-    return sum(
-        _frames(core, copy)
-        for copies in (filling, core.residency.orphans if tier is not Tier.DISK else ())
-        for copy in copies
-        if copy.tier == tier and copy.slot != GPU + CHECKPOINT
-    )
+    left = [copy for copy in core.residency.orphans if copy.tier != DISK]
+    frames = dict.fromkeys(TIERS, 0)
+    for copy in (*filling, *left):
+        if copy.slot != GPU + CHECKPOINT:
+            frames[TIERS[copy.tier]] += _frames(core, copy)
+    return frames
 
 
 def _frames(core: "CacheCore", copy: Copy) -> int:
-    if copy.tier != Tier.DISK:
+    if copy.tier != DISK:
         return len(copy.frames)
     disk = core.residency.disk
     assert disk is not None

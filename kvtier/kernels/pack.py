@@ -20,6 +20,7 @@ __all__ = [
     "Sections",
     "clear_tails",
     "copy_spans",
+    "has_triton",
     "pack_pages",
     "pack_tails",
     "unpack_pages",
@@ -251,11 +252,12 @@ def _tail_spans(
 
 
 def _one_launch(device: torch.device) -> bool:
-    return device.type == "cuda" and _has_triton()
+    return device.type == "cuda" and has_triton()
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether triton is installed here."""
     return importlib.util.find_spec("triton") is not None
 
 

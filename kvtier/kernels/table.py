@@ -6,17 +6,15 @@ and take any dimensions.
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.kernels import fused, mla, query, records, reference
+from kvtier.kernels import fused, mla, pack, query, records, reference
 from kvtier.kernels.compress import compress
 from kvtier.kernels.index import index_topk
 from kvtier.kernels.sparse import sparse_attend
@@ -282,11 +280,6 @@ def _missing(row: _Row) -> str:
     """Why a row cannot run here; empty if it can."""
     if row.run is None:
         return f"the {row.backend} kernel is not part of this build"
-    if row.backend == "triton" and not _has_triton():
+    if row.backend == "triton" and not pack.has_triton():
         return "triton is not installed"
     return ""
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -889,8 +889,8 @@ def test_nothing_grows_with_the_number_of_requests() -> None:
     assert max(sizes.values()) <= 90, sizes
 
 
-def test_refused_for_want_of_windows_keeps_what_was_reserved() -> None:
-    """A refused reserve changes nothing: room promised at the open is still there."""
+def windowed(*, window_page: int, gpu_windows: int, max_draft: int = 0) -> FakeServer:
+    """Two leases of a layout whose tail has a window of 3 tokens."""
     geometry = Geometry(
         page_tokens=2,
         gpu_pages=16,
@@ -900,10 +900,16 @@ def test_refused_for_want_of_windows_keeps_what_was_reserved() -> None:
         parked_frames=2,
         gpu_states=2,
         window=3,
-        window_page=2,
-        gpu_windows=3,
+        window_page=window_page,
+        gpu_windows=gpu_windows,
+        max_draft=max_draft,
     )
-    made = server(geometry, eviction="lru")
+    return server(geometry, eviction="lru")
+
+
+def test_refused_for_want_of_windows_keeps_what_was_reserved() -> None:
+    """A refused reserve changes nothing: room promised at the open is still there."""
+    made = windowed(window_page=2, gpu_windows=3)
     rec = lease(made, [1, 2, 3], reserve=6)
     before = made.core.digest()
     assert rec.capacity == 6
@@ -969,20 +975,7 @@ def test_other_weights_find_nothing_on_the_same_disk() -> None:
 def test_window_pages_go_as_tokens_are_committed(draft: int) -> None:
     """B4: kept for the queries to come and for as many drafts as may be rejected; by committed
     tokens, never by scheduled ones."""
-    geometry = Geometry(
-        page_tokens=2,
-        gpu_pages=16,
-        max_leases=2,
-        has_tails=True,
-        checkpoint_frames=1,
-        parked_frames=2,
-        gpu_states=2,
-        window=3,
-        window_page=1,
-        gpu_windows=16,
-        max_draft=draft,
-    )
-    made = server(geometry, eviction="lru")
+    made = windowed(window_page=1, gpu_windows=16, max_draft=draft)
     rec = lease(made, [1, 2, 3])
     assert made.step([rec], [[1] * 6], [2])
     assert rec.tail is not None

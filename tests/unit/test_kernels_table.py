@@ -103,8 +103,8 @@ class TestWithoutTriton:
 
     @pytest.fixture(autouse=True)
     def _absent(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        module = sys.modules["kvtier.kernels.table"]
-        monkeypatch.setattr(module, "_has_triton", lambda: False)
+        module = sys.modules["kvtier.kernels.pack"]
+        monkeypatch.setattr(module, "has_triton", lambda: False)
 
     def test_its_rows_say_so_and_are_passed_over(self) -> None:
         assert select(self.case).backend == "torch"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from kvtier_deepseek.metadata import DeviceStepLike, StepLike
@@ -20,7 +21,7 @@ class Run:
     """One forward pass of one adapter: its step, and what has been done so far."""
 
     step: DeviceStepLike
-    mask: Tensor
+    mask: Tensor = field(init=False)
     """The very object given to the model as attention mask: a layer that is called with another
     one is not being called for this run."""
     written: list[int] = field(default_factory=list)
@@ -29,6 +30,9 @@ class Run:
     """Form -> sequences that took it, of the first layer."""
     backends: dict[str, str] = field(default_factory=dict)
     """Operation -> backend used."""
+
+    def __post_init__(self) -> None:
+        self.mask = torch.empty(1, 1, 1, 1, device=self.step.input_ids.device)
 
     def check(self, layer: int, hidden: Tensor) -> None:
         """Raises RuntimeError unless ``hidden`` (1, tokens, size) can be this layer's one turn."""

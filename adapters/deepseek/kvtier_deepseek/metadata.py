@@ -22,6 +22,7 @@ __all__ = [
     "TailDeviceStepLike",
     "TailRows",
     "TailStepLike",
+    "padded_lens",
     "validate_step",
     "validate_tail_step",
 ]
@@ -114,6 +115,15 @@ class TailStepLike(StepLike, Protocol):
     def state_slots(self) -> IntArray: ...
     @property
     def captures(self) -> Sequence[CaptureLike]: ...
+
+
+def padded_lens(step: StepLike, device: DeviceStepLike) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query and KV lengths of ``device``'s rows; a padding row has one query and KV length 0."""
+    padding = int(device.kv_lens.shape[0]) - int(step.kv_lens.shape[0])
+    return (
+        (*step.query_lens.tolist(), *[1] * padding),
+        (*step.kv_lens.tolist(), *[0] * padding),
+    )
 
 
 def validate_step(

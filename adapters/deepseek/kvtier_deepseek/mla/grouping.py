@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtier.kernels import HeadDims, PagedBatch
-from kvtier_deepseek.metadata import DeviceStepLike, StepLike
+from kvtier_deepseek.metadata import DeviceStepLike, StepLike, padded_lens
 from kvtier_deepseek.mla.attention import Form, Group, MlaRun
 
 __all__ = ["absorb_limit", "make_run"]
@@ -35,9 +35,7 @@ def make_run(
 
     ``device`` may have padding rows behind the step's own: one query, KV length 0 each.
     """
-    padding = int(device.kv_lens.shape[0]) - int(step.kv_lens.shape[0])
-    query_lens = [*step.query_lens.tolist(), *[1] * padding]
-    kv_lens = [*step.kv_lens.tolist(), *[0] * padding]
+    query_lens, kv_lens = padded_lens(step, device)
     few = [b for b, q in enumerate(query_lens) if q <= max_absorbed]
     many = [b for b, q in enumerate(query_lens) if q > max_absorbed]
     forms: tuple[tuple[Form, list[int]], ...] = (("absorbed", few), ("materialised", many))
@@ -49,7 +47,6 @@ def make_run(
     everything = range(len(query_lens))
     return MlaRun(
         step=device,
-        mask=torch.empty(1, 1, 1, 1, device=device.input_ids.device),
         groups=tuple(groups),
         whole=_group("materialised", everything, query_lens, kv_lens, device, page_tokens),
     )

@@ -25,6 +25,7 @@ from kvtier_deepseek.metadata import (
     StepLike,
     TailDeviceStepLike,
     TailStepLike,
+    padded_lens,
     validate_tail_step,
 )
 from kvtier_deepseek.v4 import structure
@@ -73,10 +74,10 @@ class V4Family:
 
     def make_run(self, step: StepLike, device: DeviceStepLike) -> V4Run:
         step, device = cast(TailStepLike, step), cast(TailDeviceStepLike, device)
-        padding = int(device.kv_lens.shape[0]) - int(step.kv_lens.shape[0])
+        query_lens, kv_lens = padded_lens(step, device)
         batch = PagedBatch(
-            query_lens=(*step.query_lens.tolist(), *[1] * padding),
-            kv_lens=(*step.kv_lens.tolist(), *[0] * padding),
+            query_lens=query_lens,
+            kv_lens=kv_lens,
             block_table=device.block_table,
             cu_seqlens_q=device.cu_seqlens_q,
             kv_lens_device=device.kv_lens,
@@ -88,7 +89,6 @@ class V4Family:
         frames = [c.frame for c in step.captures]
         return V4Run(
             step=device,
-            mask=torch.empty(1, 1, 1, 1, device=where),
             batch=batch,
             captures=tuple((c.row, c.position) for c in step.captures),
             capture_frames=torch.tensor(frames, dtype=torch.int64, device=where),
