@@ -5,10 +5,13 @@ of a new prompt: the projections as they are, and attention of every query to 64
 128 neighbours instead of chosen one by one.  The same prompts go through the real ``Cache``, so
 that leases, block tables and commits are counted too; no prompt shares anything with another.
 
-Contenders run in turn, several steps back to back each, timed on the device, the host never
-waiting for it in between.  Without a GPU there are no results.
+Contenders take turns every few steps, as the clocks of a device drift by more than what is looked
+for.  Each step is timed on the device, from the end of the step before to its own end; the host
+never waits in between.  The first step of a turn is not counted: what the last contender has left
+to do runs beside it.  Without a GPU there are no results.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -20,26 +23,30 @@ from benchmarks.harness import Param, Result, summarise
 from kvtier import Cache, CacheConfig, Tier, TokenBuffer, pack
 from kvtier.layouts import Layout, swa_c4_c128
 
-__all__ = ["run"]
+__all__ = ["HIDDEN", "TOKENS", "Attention", "run"]
 
 TOKENS = 8192
 LAYERS = 8
 HIDDEN, Q_RANK, HEADS, HEAD_DIM, GROUPS, O_RANK = 4096, 1024, 64, 512, 8, 1024
 KEYS, NEIGHBOURS = 640, 128
-STEPS = 10
-"""Back to back, for one sample."""
+STEPS = 4
+"""Back to back in a turn; all but the first are counted, together."""
 OWN = (0, 0, 4, 128, 4, 128, 4, 128)
 """Compression of the step's own 8 layers."""
 WHOLE = (0, 0, *(4, 128) * 20, 4)
 """And of all 43 layers: five times what a step of 8 has to store."""
+BASES = {"no cache": None, "device only": "no cache", "storing": "device only"}
+"""What each contender is measured against."""
+Samples = dict[str, list[float]]
 
 
 def run(quick: bool) -> list[Result]:
-    """Milliseconds a step; the baseline of each is the step without it, in the same run."""
+    """Milliseconds a step; the baseline of each is the step without it, in the same run.
+    ``host_ms`` is how long the calling thread takes to queue a step."""
     if not torch.cuda.is_available():
         print("step: needs a CUDA device")
         return []
-    model, repeats = _Model(), 4 if quick else 16
+    model, turns = Attention(), 12 if quick else 40
     results: list[Result] = []
     for name, ratios in (("8 layers", OWN), ("43 layers", WHOLE)):
         layout = swa_c4_c128(layer_ratios=ratios)
@@ -50,22 +57,27 @@ def run(quick: bool) -> list[Result]:
             for what, host in (("device only", 0), ("storing", 8 << 30)):
                 cache = caches[what] = stack.enter_context(_cache(layout, host))
                 contenders[what] = _step(cache, model)
-            samples = _in_turn(contenders, repeats)
+            on_device, on_host = _in_turn(contenders, turns)
             stored = caches["storing"].stats().tiers[Tier.CPU].written_bytes
-            stored //= (STEPS + 1) * (repeats + 1) * 10**6
+            stored //= STEPS * (turns + 1) * 10**6
             assert stored, "nothing was stored"
             params["mb_stored_a_step"] = stored
-        medians = {what: summarise("", times, unit="ms").median for what, times in samples.items()}
-        below = {"no cache": None, "device only": "no cache", "storing": "device only"}
-        for what, times in samples.items():
-            result = summarise("step_ms", times, unit="ms", params={**params, "cache": what})
-            base = below[what]
-            results.append(result.against(None if base is None else medians[base]))
-            if base is not None:
-                cost = [100 * (t / b - 1) for t, b in zip(times, samples[base], strict=True)]
-                results.append(
-                    summarise("slowdown", cost, unit="percent", params={**params, "cache": what})
-                )
+        results += _told(on_device, on_host, params)
+    return results
+
+
+def _told(on_device: Samples, on_host: Samples, params: dict[str, Param]) -> list[Result]:
+    results = []
+    medians = {what: summarise("", times, unit="ms").median for what, times in on_device.items()}
+    for what, base in BASES.items():
+        mine: dict[str, Param] = {**params, "cache": what}
+        times = on_device[what]
+        step = summarise("step_ms", times, unit="ms", params=mine)
+        results.append(step.against(None if base is None else medians[base]))
+        results.append(summarise("host_ms", on_host[what], unit="ms", params=mine))
+        if base is not None:
+            cost = [100 * (t / b - 1) for t, b in zip(times, on_device[base], strict=True)]
+            results.append(summarise("slowdown", cost, unit="percent", params=mine))
     return results
 
 
@@ -74,7 +86,7 @@ def _cache(layout: Layout, host: int) -> Cache:
     return Cache(layout, config, model="benchmark", device="cuda")
 
 
-def _step(cache: Cache, model: "_Model") -> Callable[[TokenBuffer], None]:
+def _step(cache: Cache, model: "Attention") -> Callable[[TokenBuffer], None]:
     def step(prompt: TokenBuffer) -> None:
         with cache.lease(prompt) as lease:
             assert lease.cached_tokens == 0
@@ -87,28 +99,38 @@ def _step(cache: Cache, model: "_Model") -> Callable[[TokenBuffer], None]:
 
 
 def _in_turn(
-    contenders: dict[str, Callable[[TokenBuffer], None]], repeats: int
-) -> dict[str, list[float]]:
-    """Milliseconds a step, one sample a turn; the first turn is not counted."""
+    contenders: dict[str, Callable[[TokenBuffer], None]], turns: int
+) -> tuple[Samples, Samples]:
+    """Milliseconds a step, on the device and of the calling thread, one sample a turn; the first
+    turn of each is not counted."""
     prompts = _prompts()
-    samples: dict[str, list[float]] = {what: [] for what in contenders}
-    for turn in range(repeats + 1):
-        # Whoever comes first finds a cooler device.
-        for what, step in sorted(contenders.items(), reverse=bool(turn % 2)):
-            step(next(prompts))  # from its end on the device is never idle for want of a start
-            begin, end = _timer(), _timer()
-            begin.record()
-            for _ in range(STEPS):
-                step(next(prompts))
-            end.record()
-            torch.cuda.synchronize()
-            if turn:
-                samples[what].append(begin.elapsed_time(end) / STEPS)
-    return samples
+    ends: dict[str, list[list[torch.cuda.Event]]] = {what: [] for what in contenders}
+    on_host: Samples = {what: [] for what in contenders}
+    for turn in range(turns + 1):
+        # Whoever comes first would always find the same device.
+        for what in sorted(contenders, reverse=bool(turn % 2)):
+            mine = []
+            for i in range(STEPS):
+                prompt, began = next(prompts), time.perf_counter()
+                contenders[what](prompt)
+                if turn and i:
+                    on_host[what].append(1e3 * (time.perf_counter() - began))
+                mine.append(_mark())
+            ends[what].append(mine)
+            # Not too far ahead: a full queue of launches would stop the host at a random place.
+            mine[0].synchronize()
+    torch.cuda.synchronize()
+    on_device = {
+        what: [each[0].elapsed_time(each[-1]) / (STEPS - 1) for each in of[1:]]
+        for what, of in ends.items()
+    }
+    return on_device, on_host
 
 
-def _timer() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _prompts() -> Iterator[TokenBuffer]:
@@ -117,16 +139,16 @@ def _prompts() -> Iterator[TokenBuffer]:
         yield pack(rng.integers(0, 100_000, TOKENS, np.int32))
 
 
-class _Model:
-    """The attention layers' matrix products on random weights."""
+class Attention:
+    """The attention layers' matrix products on random weights, for chunks of 8,192 tokens."""
 
     def __init__(self) -> None:
         self._down = self._weights(HIDDEN, Q_RANK + HEAD_DIM)
         self._up = self._weights(Q_RANK, HEADS * HEAD_DIM)
         self._out_a = self._weights(GROUPS, HEADS * HEAD_DIM // GROUPS, O_RANK)
         self._out_b = self._weights(GROUPS * O_RANK, HIDDEN)
-        self._keys = self._weights(TOKENS // NEIGHBOURS, KEYS, HEAD_DIM)
         self._hidden = self._weights(TOKENS, HIDDEN)
+        self._keys: dict[int, Tensor] = {}
 
     @staticmethod
     def _weights(*shape: int) -> Tensor:
@@ -135,10 +157,17 @@ class _Model:
     def __call__(self) -> None:
         hidden = self._hidden
         for _ in range(LAYERS):
-            down = hidden @ self._down
-            query = down[:, :Q_RANK] @ self._up
-            query = query.view(-1, NEIGHBOURS * HEADS, HEAD_DIM)
-            scores = torch.softmax(query @ self._keys.transpose(1, 2), dim=-1)
-            out = (scores @ self._keys).view(TOKENS, GROUPS, -1)
-            out = torch.bmm(out.transpose(0, 1), self._out_a).transpose(0, 1)
-            hidden = hidden + out.reshape(TOKENS, -1) @ self._out_b
+            hidden = self.layer(hidden, KEYS)
+
+    def layer(self, hidden: Tensor, keys: int) -> Tensor:
+        """One layer over a chunk, every query attending to so many ``keys``."""
+        if keys not in self._keys:
+            self._keys[keys] = self._weights(TOKENS // NEIGHBOURS, keys, HEAD_DIM)
+        shared = self._keys[keys]
+        down = hidden @ self._down
+        query = down[:, :Q_RANK] @ self._up
+        query = query.view(-1, NEIGHBOURS * HEADS, HEAD_DIM)
+        scores = torch.softmax(query @ shared.transpose(1, 2), dim=-1)
+        out = (scores @ shared).view(TOKENS, GROUPS, -1)
+        out = torch.bmm(out.transpose(0, 1), self._out_a).transpose(0, 1)
+        return hidden + out.reshape(TOKENS, -1) @ self._out_b
