@@ -29,7 +29,7 @@ from kvtier.lease import Lease, Pin, opened_at
 from kvtier.metrics import prometheus_text
 from kvtier.pump import Pump, running_future
 from kvtier.seams import Store, Transfer
-from kvtier.sizing import geometry_for, record_bytes
+from kvtier.sizing import geometry_for, record_sizes
 from kvtier.step import PagedTransfer, Step, StepBuffers
 from kvtier.stepping import Stepping
 from kvtier.tokens import TokenBuffer, Tokens, pack
@@ -110,7 +110,7 @@ class Cache:
                 opened.close()
             raise
         self._pool = transfer.pool if isinstance(transfer, PagedTransfer) else None
-        self._pump = Pump(self._core, transfer, partial(record_bytes, layout))
+        self._pump = Pump(self._core, transfer, record_sizes(layout))
         self._saver = ThreadPoolExecutor(1, "kvtier-flush")
         """Where ``flush`` saves recency: has no thread until there is something to save."""
         self._events_missed = 0

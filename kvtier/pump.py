@@ -363,10 +363,13 @@ class Pump:
     def _count(self, op: Op, delivered: int) -> None:
         if op.kind in (OpKind.DROP, OpKind.CLEAR):
             return
+        ways: dict[tuple[Tier, Tier, bool], int] = {}
         for part in op.parts[:delivered]:
-            size = self._part_bytes(part)
-            ends = [(part.source, "read"), (part.target, "written")]
-            if part.via:
+            way = part.source, part.target, bool(part.via)
+            ways[way] = ways.get(way, 0) + self._part_bytes(part)
+        for (source, target, via), size in ways.items():
+            ends = [(source, "read"), (target, "written")]
+            if via:
                 ends += [(Tier.CPU, "written"), (Tier.CPU, "read")]
             for end in ends:
                 self.moved[end] = self.moved.get(end, 0) + size

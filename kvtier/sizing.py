@@ -3,6 +3,8 @@
 Pure arithmetic, and the place where a configuration that could never serve a request is refused.
 """
 
+from collections.abc import Callable
+
 from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Kind, Part
@@ -10,7 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier.layouts.base import Layout
 from kvtier.types import Tier
 
-__all__ = ["geometry_for", "record_bytes"]
+__all__ = ["geometry_for", "record_bytes", "record_sizes"]
 
 MIN_PAGES = 2
 """A request's own page and the one it grows into: with fewer nothing but one-page prompts runs."""
@@ -90,6 +92,18 @@ def record_bytes(layout: Layout, part: Part) -> int:
         return layout.checkpoint_bytes()
     live = part.src if part.source is Tier.GPU else part.dst
     return layout.tail_bytes(len(live) - 1)
+
+
+def record_sizes(layout: Layout) -> Callable[[Part], int]:
+    """``record_bytes`` of one layout, most of it added up once: it is asked of every part."""
+    page, checkpoint = layout.page_bytes(), layout.checkpoint_bytes()
+
+    def size(part: Part) -> int:
+        if part.kind is Kind.HISTORY:
+            return page
+        return checkpoint if part.kind is Kind.CHECKPOINT else record_bytes(layout, part)
+
+    return size
 
 
 def _bytes(size: int | str) -> int:
