@@ -14,23 +14,18 @@ the attention layers' matrix products would take in its place, see ``_recompute`
 Without a GPU everything is tiny, there to show that it runs; nothing is computed again then.
 """
 
-import os
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from benchmarks.bench_step import HIDDEN, Attention
 from benchmarks.harness import Param, Result, summarise
-from benchmarks.prefixes import Prefix, RawFile, Restore
+from benchmarks.prefixes import Prefix, RawFile, Restore, directory
 from kvtier import Tier
 from kvtier.layouts import swa_c4_c128
 
-__all__ = ["directory", "run"]
+__all__ = ["run"]
 
 V4_RATIOS = (0, 0, *(4, 128) * 20, 4)
 """What each of the 43 layers of V4-Flash compresses."""
@@ -67,18 +62,6 @@ def run(quick: bool, where: str | None = None) -> list[Result]:
     if on_gpu:
         results += _recompute(lengths, repeats)
     return results
-
-
-@contextmanager
-def directory(where: str | None) -> Iterator[Path]:
-    """An empty directory; it goes with all that is in it."""
-    where = where or "build"  # not in version control
-    os.makedirs(where, exist_ok=True)
-    root = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=where))
-    try:
-        yield root
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def _from_host(prefix: Prefix, params: dict[str, Param], repeats: int) -> list[Result]:

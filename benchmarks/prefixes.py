@@ -6,9 +6,12 @@ is what a disk tier is measured against: the same bytes, direct I/O, as many thr
 
 import mmap
 import os
+import shutil
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,17 +25,22 @@ from kvtier.data import DeviceTransfer
 from kvtier.data.transfer import READ_BYTES
 from kvtier.layouts import Layout
 
-__all__ = ["CHUNK", "Prefix", "RawFile", "Restore", "wait_for_device"]
+__all__ = ["Prefix", "RawFile", "Restore", "directory"]
 
-CHUNK = 4096
-"""Tokens a step is fed."""
 BLOCK = 4096
 TIMEOUT_S = 120.0
 
 
-def wait_for_device() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+@contextmanager
+def directory(where: str | None) -> Iterator[Path]:
+    """An empty directory under ``where`` ("build" if None); it goes with all that is in it."""
+    where = where or "build"  # not in version control
+    os.makedirs(where, exist_ok=True)
+    root = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=where))
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 class Restore:
@@ -57,46 +65,56 @@ class Restore:
 
 
 class Prefix:
-    """A cache on ``device`` that holds one prefix of ``tokens``, and nothing else.
+    """A cache on ``device`` that holds one prefix of ``tokens``, and nothing else, once entered.
 
-    ``disk``: a directory that does not exist yet, or None for a host tier alone.
+    It is fed in steps of ``pages_a_step``.  ``disk``: a directory that does not exist yet.
     """
 
     def __init__(
-        self, layout: Layout, tokens: int, *, device: str, disk: Path | None, threads: int = 4
+        self,
+        layout: Layout,
+        tokens: int,
+        *,
+        device: str,
+        disk: Path,
+        threads: int,
+        pages_a_step: int = 16,
     ) -> None:
         page = layout.page_tokens
         assert tokens % page == 0, (tokens, page)
         self.layout, self.tokens, self.pages = layout, tokens, tokens // page
-        spare = 16 + 2 * CHUNK // page
-        held = (self.pages + spare) * layout.frame_bytes() + 8 * layout.checkpoint_bytes()
-        tails = 64 * layout.checkpoint_bytes() + 8 * layout.state_bytes()
+        self._chunk = pages_a_step * page
+        room = (self.pages + 2 * pages_a_step) * layout.frame_bytes()
+        room += 64 * layout.frame_bytes() * layout.checkpoint_frames()
+        leases = 2 * (layout.state_bytes() + 8 * layout.window_bytes())
         config = CacheConfig(
-            gpu_bytes=held + tails + (CHUNK // page + 64) * layout.window_bytes(),
-            cpu_bytes=held,
-            disk_bytes=0 if disk is None else 3 * held + (256 << 20),
+            gpu_bytes=room + leases + 64 * layout.window_bytes(),
+            cpu_bytes=room,
+            disk_bytes=2 * room + (256 << 20),
             disk_path=disk,
-            max_leases=4,
+            max_leases=2,
             checkpoints=Sparse(every_pages=1 << 20),
             on_full="wait",
             wait_s=TIMEOUT_S,
             io_threads=threads,
         )
+        self._ids = np.random.default_rng(tokens).integers(0, 100_000, tokens + 1, np.int32)
+        self._prompt: TokenBuffer = pack(self._ids)
+        self._sums: torch.Tensor | None = None
+        self._watch: Restore | None = None
         self.cache = Cache(layout, config, model="benchmark", device=device)
         plane = self.cache._pump.transfer
         assert isinstance(plane, DeviceTransfer)
         self.plane = plane
-        self._watch: Restore | None = None
         self._watch_starts()
-        rng = np.random.default_rng(tokens)
-        self.ids = rng.integers(0, 100_000, tokens + 1, np.int32)
-        self.prompt: TokenBuffer = pack(self.ids)
-        self._sums: torch.Tensor | None = None
-        self._noise()
-        self.stored_s = self._store()
-        """Seconds from the first step until all of it was in the lowest tier."""
 
     def __enter__(self) -> Self:
+        try:
+            self._noise()
+            self.store()
+        except BaseException:
+            self.cache.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,6 +125,27 @@ class Prefix:
         """What a restore moves: all pages, and the tail at their end."""
         return self.pages * self.layout.page_bytes() + self.layout.checkpoint_bytes()
 
+    @property
+    def steps(self) -> int:
+        """That feeding it takes; each becomes durable by itself."""
+        return -(-self.tokens // self._chunk)
+
+    def store(self) -> float:
+        """Feed it, known before or not; seconds from the first step until all of it is durable."""
+        self.cache.clear().result(timeout=TIMEOUT_S)
+        with self.cache.lease(self._prompt) as lease:
+            lease.ready.result(timeout=TIMEOUT_S)
+            begin = time.perf_counter()
+            for start in range(0, self.tokens, self._chunk):
+                chunk = pack(self._ids[start : min(start + self._chunk, self.tokens)])
+                with self.cache.step([(lease, chunk)]):
+                    pass
+            self.cache.flush().result(timeout=TIMEOUT_S)
+            taken = time.perf_counter() - begin
+            self._sums = self._sums_of(lease)
+        self.cache.flush().result(timeout=TIMEOUT_S)
+        return taken
+
     def forget(self, *tiers: Tier) -> None:
         """Drop the copies in these tiers."""
         for tier in tiers:
@@ -115,7 +154,7 @@ class Prefix:
     def restore(self, source: Tier) -> Restore:
         """Bring the prefix up from the tier it is in, then feed one token."""
         seen = self._watch = Restore()
-        with self.cache.lease(self.prompt) as lease:
+        with self.cache.lease(self._prompt) as lease:
             length = lease.ready.result(timeout=TIMEOUT_S)
             seen.ready = seen.now()
             self._first_step(lease)
@@ -123,7 +162,8 @@ class Prefix:
             self._watch = None
             assert length == self.tokens, (length, self.tokens)
             assert lease.restored[source] == self.tokens, (source, lease.restored)
-            self._check(lease)
+            assert self._sums is not None
+            assert torch.equal(self._sums_of(lease), self._sums), "a page came back changed"
         return seen
 
     def _first_step(self, lease: Lease) -> None:
@@ -134,7 +174,7 @@ class Prefix:
             rows = arrays.layer(component.layers[0]).rows(component.name)
             per_page = len(rows) // len(self.plane.pool.history.storages[0])
             rows[arrays.block_table[0].long() * per_page].float().sum()
-            wait_for_device()
+            self._wait()
             step.accept(lease, 0)
 
     def _watch_starts(self) -> None:
@@ -157,38 +197,23 @@ class Prefix:
 
         self.plane.start = watched  # type: ignore[method-assign]
 
+    def _wait(self) -> None:
+        if self.plane.pool.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def _noise(self) -> None:
         pool = self.plane.pool
         generator = torch.Generator(pool.device).manual_seed(0)
         for storage in (*pool._storage.values(), pool.checkpoints):
             storage.random_(0, 256, generator=generator)
-        wait_for_device()
+        self._wait()
 
-    def _store(self) -> float:
-        begin = time.perf_counter()
-        with self.cache.lease(self.prompt) as lease:
-            lease.ready.result(timeout=TIMEOUT_S)
-            for start in range(0, self.tokens, CHUNK):
-                chunk = pack(self.ids[start : min(start + CHUNK, self.tokens)])
-                with self.cache.step([(lease, chunk)]):
-                    pass
-            self._check(lease)
-        self.cache.flush().result(timeout=TIMEOUT_S)
-        return time.perf_counter() - begin
-
-    def _check(self, lease: Lease) -> None:
-        """What the pages hold is what was stored."""
+    def _sums_of(self, lease: Lease) -> torch.Tensor:
+        """Of every section of every page."""
         pages = torch.from_numpy(lease.block_table()[: self.pages].astype(np.int64))
         pages = pages.to(self.plane.pool.device)
-        sums = torch.stack(
-            [
-                storage.view(torch.int32)[pages].sum(1, dtype=torch.int64)
-                for storage in self.plane.pool.history.storages
-            ]
-        )
-        if self._sums is None:
-            self._sums = sums
-        assert torch.equal(sums, self._sums), "a page came back changed"
+        storages = self.plane.pool.history.storages
+        return torch.stack([s.view(torch.int32)[pages].sum(1, dtype=torch.int64) for s in storages])
 
 
 class RawFile:
