@@ -20,6 +20,7 @@ from kvtier.core.machine import CacheCore
 from kvtier.errors import CacheClosed, ConfigError, LeaseError, LeaseNotReady, LeaseReleased
 from kvtier.layouts.base import Layout
 from kvtier.pump import Pump, running_future
+from kvtier.step import PagedTransfer
 from kvtier.tokens import IntArray, Tokens, pack
 from kvtier.types import LeaseState, Tier
 
@@ -115,7 +116,8 @@ class Lease:
 
     @property
     def ready(self) -> "Future[int]":
-        """Resolves to ``cached_tokens`` once the prefix may be read.
+        """Resolves to ``cached_tokens`` once the prefix may be read: by a step, or by hand where
+        ``block_table`` says.  Its bytes may still be on their way then, ahead of what is queued.
 
         Never fails: a restore that goes wrong resolves to a shorter prefix.  (After a bug in
         kvtier this and all other futures carry InvariantError.)  It is running from the start,
@@ -282,15 +284,21 @@ class Lease:
 
     def block_table(self) -> IntArray:
         """Device page ids, one per page of ``capacity``, read-only.  Only ever grows between
-        truncations."""
+        truncations.
+
+        What is queued on the current stream from here on waits for pages that are still on their
+        way from the host.
+        """
         with self._pump as core:
             table = self._table(core).copy()
+        self._await(table)
         table.flags.writeable = False
         return table
 
     def slot_mapping(self, start: int, stop: int) -> Mapping[str, IntArray]:
         """For each history component, the slot where each token in [start, stop) lies, shared
-        pages too; -1 for none.  Raises LeaseError past ``capacity``."""
+        pages too; -1 for none.  The current stream waits as for ``block_table``.  Raises LeaseError
+        past ``capacity``."""
         start, stop = as_int("start", start), as_int("stop", stop)
         with self._pump as core:
             table = self._table(core)
@@ -302,6 +310,7 @@ class Lease:
                 )
             positions = np.arange(start, stop, dtype=np.int32)
             pages = table[positions // self._layout.page_tokens]
+        self._await(pages)
         return MappingProxyType(self._layout.slots(positions, pages))
 
     # -- checks
@@ -309,6 +318,12 @@ class Lease:
     def _table(self, core: CacheCore) -> IntArray:
         record = self._active_record()
         return core.block_tables[record.row, : -(-record.capacity // self._layout.page_tokens)]
+
+    def _await(self, pages: IntArray) -> None:
+        """Who addresses pages by hand does not wait layer by layer."""
+        if isinstance(transfer := self._pump.transfer, PagedTransfer):
+            for arrival in transfer.pool.arriving(pages):
+                arrival.wait()
 
     def _fence(self) -> None:
         """What was queued by hand on reserved pages still runs, and they may change hands."""

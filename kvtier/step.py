@@ -45,6 +45,13 @@ _MOST_ROWS = 1 << 16
 """Padding up to more is a mistake, and would take the memory it asks for."""
 
 
+class Arriving(Protocol):
+    """Pages that may be used although their bytes are still on the way."""
+
+    def wait(self, layer: int | None = None) -> None:
+        """What is queued on the current stream from here on runs behind this layer (None: all)."""
+
+
 class DeviceRows(Protocol):
     """The device pool, as far as a model addresses it (``DeviceTransfer.pool`` is one)."""
 
@@ -55,6 +62,9 @@ class DeviceRows(Protocol):
 
     def checkpoint_rows(self, component: str, layer: int) -> "torch.Tensor":
         """View of what the checkpoint frames hold of it, frame by frame."""
+
+    def arriving(self, pages: IntArray) -> Sequence[Arriving]:
+        """What is still on its way into any of these pages; -1 names none."""
 
 
 @runtime_checkable
@@ -137,7 +147,8 @@ class Step:
 
         With ``buffers`` they are views of those static arrays, at the same addresses for the same
         ``pad_to``, so that a captured CUDA graph replays with this step's mappings; what an
-        earlier step put there is overwritten.  ``pad_to`` adds padding rows up to that batch size.
+        earlier step put there is overwritten, and the current stream waits until all layers of
+        these pages are there.  ``pad_to`` adds padding rows up to that batch size.
         Raises ConfigError if the batch does not fit.
         """
         batch, tokens = len(self.query_lens), len(self.input_ids)
@@ -151,9 +162,13 @@ class Step:
             raise ConfigError(f"pad_to={pad_to} is more than the {_MOST_ROWS} rows of any batch")
         arrays = _Padded(self, rows, tokens)
         if buffers is not None:
+            if self._pool is not None:  # a graph that is replayed waits for nothing
+                for arrival in self._pool.arriving(self.block_table):
+                    arrival.wait()
             return buffers._fill(self, arrays)
         device = self._pool.device if self._pool is not None else "cpu"
-        return DeviceStep(self, _tensors(arrays, device))
+        late = self._pool.arriving(self.block_table) if self._pool is not None else ()
+        return DeviceStep(self, _tensors(arrays, device), late)
 
     def accept(self, lease: "Lease", n: int) -> None:
         """Commit only the first ``n`` of this lease's new tokens (the rest were rejected drafts).
@@ -305,6 +320,7 @@ class DeviceStep:
     """
 
     __slots__ = (
+        "_late",
         "_pool",
         "block_table",
         "captures",
@@ -321,7 +337,7 @@ class DeviceStep:
         "window_table",
     )
 
-    def __init__(self, step: Step, tensors: "_Tensors") -> None:
+    def __init__(self, step: Step, tensors: "_Tensors", late: Sequence[Arriving] = ()) -> None:
         self.input_ids = tensors.longs[0]
         self.positions = tensors.longs[1]
         self.slot_mapping: Mapping[str, torch.Tensor] = MappingProxyType(
@@ -339,13 +355,20 @@ class DeviceStep:
         """Known on the host: the longest row of new tokens."""
         self.max_kv_len: int = int(step.kv_lens.max(initial=0))
         self._pool = step._pool
+        self._late = late
 
     def layer(self, layer: int) -> LayerView:
-        """Pages of one layer.  A layer cannot be left out or mixed up by accident."""
+        """Pages of one layer.  A layer cannot be left out or mixed up by accident.
+
+        A prefix may still be on its way from the host, layer by layer: what is queued on the
+        current stream from here on waits for this one.
+        """
         if self._pool is None:
             raise ConfigError(
                 "this cache's transfer has no device pool that a model could read and write"
             )
+        for arrival in self._late:
+            arrival.wait(layer)
         return LayerView(self._pool, layer)
 
 

@@ -10,9 +10,11 @@ Knows jobs, slots and streams.  What a record is made of is the business of ``re
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.core.ops import Part
+from kvtier.data.arrivals import Arrival, Arrivals
+from kvtier.data.device import LayerGroup
 from kvtier.data.jobs import Job, Turns, Workers
 from kvtier.data.records import Loader, Packer, Place
 from kvtier.data.staging import Slots
@@ -44,6 +46,7 @@ class Copier:
         staging: Slots,
         landing: Slots,
         streams: Streams,
+        arrivals: Arrivals,
         *,
         pack_frames: int,
         guard: Guard,
@@ -55,6 +58,7 @@ class Copier:
         self._staging = staging
         self._landing = landing
         self._streams = streams
+        self._arrivals = arrivals
         self._pack_frames = pack_frames
         self._guard = guard
         self._landed = landed
@@ -62,11 +66,13 @@ class Copier:
         self.packed = Workers("packed", 1, prepare=prepare)
         self.drained = Workers("land", 1, prepare=prepare)
         self.loaded = Workers("loaded", 1, prepare=prepare)
+        self.queued = Workers("queued", 1)
         self.workers: tuple[Workers | Turns, ...] = (
             self.turns,
             self.packed,
             self.drained,
             self.loaded,
+            self.queued,
         )
 
     def pack(self, job: Job) -> None:
@@ -87,6 +93,12 @@ class Copier:
         any more.
         """
         self.turns.submit(LOADS, _Load(self, job, start, parts, places, over))
+
+    def load_layers(self, job: Job, start: int, parts: Sequence[Part]) -> None:
+        """Queue those parts of an early RESTORE whose records lie in host frames, all of them one
+        layer after the other.  Takes over the caller's share of the job."""
+        groups = self._loader.layer_groups(len(parts))
+        self.turns.submit(LOADS, _LoadLayers(self, job, start, parts, groups))
 
     # Device -> host
 
@@ -155,22 +167,73 @@ class Copier:
         finally:
             if loaded is None:
                 self._end_load(task, rows)
+                job.end_share()
             else:
-                self.loaded.submit(lambda _: self._arrive(task, rows, loaded))
+                arrival = None
+                if job.early:
+                    arrival = self._loader.arrival(task.parts, task.places, loaded)
+                self._await(job, task.start, loaded, arrival, lambda: self._end_load(task, rows))
 
-    def _arrive(self, task: "_Load", rows: list[int], loaded: Event) -> None:
+    def _load_group(self, task: "_LoadLayers") -> bool:
+        """Queue the next layers; whether there are more."""
+        job, group, loaded = task.job, task.groups[len(task.events)], None
+        if task.start < job.delivered:
+            with self._guard(job, task.start):
+                loaded = self._loader.load_layers(group, task.parts, job.fences)
+        if loaded is None:
+            job.end_share()
+            return False
+        task.events.append(loaded)
+        if len(task.events) < len(task.groups):
+            return True
+        layers = {
+            layer: event
+            for group, event in zip(task.groups, task.events, strict=True)
+            for layer in group.layers
+        }
+        places = [self._loader.place(part) for part in task.parts]
+        arrival = self._loader.arrival(task.parts, places, loaded, layers)
+        self._await(job, task.start, loaded, arrival, lambda: None)
+        return False
+
+    def _await(
+        self,
+        job: Job,
+        start: int,
+        loaded: Event,
+        arrival: Arrival | None,
+        over: Callable[[], None],
+    ) -> None:
+        """What was queued is over with ``loaded``; the job's share of it too, or if it is one that
+        ends early, now.  On a thread of its own: its callbacks may take their time."""
+        if arrival is not None:
+            self._arrivals.add(arrival)
+            self.queued.submit(lambda _: job.end_share())
+        self.loaded.submit(lambda _: self._arrive(job, start, loaded, arrival, over))
+
+    def _arrive(
+        self,
+        job: Job,
+        start: int,
+        loaded: Event,
+        arrival: Arrival | None,
+        over: Callable[[], None],
+    ) -> None:
         try:
-            with self._guard(task.job, task.start):
+            with self._guard(job, start):
                 loaded.synchronize()
-                self._streams.passed(task.job.fences)
+                self._streams.passed(job.fences)
         finally:
-            self._end_load(task, rows)
+            over()
             self.turns.wake()
+            if arrival is None:
+                job.end_share()
+            else:
+                self._arrivals.over(arrival)
 
     def _end_load(self, task: "_Load", rows: list[int]) -> None:
         self._landing.give(rows)
         task.over()
-        task.job.end_share()
 
 
 @dataclass(slots=True, eq=False)
@@ -240,3 +303,23 @@ class _Load:
     def run(self) -> bool:
         self.copier._load_batch(self)
         return False
+
+
+@dataclass(slots=True, eq=False)
+class _LoadLayers:
+    """Parts of a RESTORE that come layer by layer; needs no landing rows."""
+
+    copier: Copier
+    job: Job
+    start: int
+    parts: Sequence[Part]
+    groups: Sequence[LayerGroup]
+    events: list[Event] = field(default_factory=list)
+    """Behind each of the groups that are queued."""
+    deadline: float | None = None
+
+    def ready(self) -> bool:
+        return True
+
+    def run(self) -> bool:
+        return self.copier._load_group(self)

@@ -4,21 +4,33 @@ Owns the tensors and says where a frame's bytes lie.  Knows nothing of ops, stre
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Kind
+from kvtier.data.arrivals import Arrival, Arrivals
 from kvtier.errors import ConfigError
 from kvtier.kernels.pack import Sections, clear_tails, copy_spans, pack_tails, unpack_tails
 from kvtier.layouts.base import Component, Layout, Share
 
-__all__ = ["DevicePool", "Spans"]
+__all__ = ["DevicePool", "LayerGroup", "Spans"]
 
 CHECKPOINT_ALIGN = 16
 
 Spans = list[torch.Tensor | int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerGroup:
+    """Some layers of a history page, and where they lie in its packed record."""
+
+    layers: tuple[int, ...]
+    sections: Sections
 
 
 class DevicePool:
@@ -60,6 +72,11 @@ class DevicePool:
             offsets=tuple(offset for _, _, offset, _ in sections),
         )
         """All history sections of a page, for the pack kernels."""
+        self.num_layers = len({layer for _, layer, _, _ in sections})
+        """That have history."""
+        self._groups: dict[int, list[LayerGroup]] = {}
+        self.arrivals = Arrivals()
+        """Pages that may be used although their bytes are still on the way."""
         self._tail_windows = layout.tail_windows
         self._whole = Sections((self.checkpoints,), (0,))
         self._tails: dict[tuple[Kind, int], Sections] = {}
@@ -101,6 +118,22 @@ class DevicePool:
             strides = [self.layout.window_bytes(), *strides]
         held = frames.as_strided((frames.shape[0], *shape), (frames.stride(0), *strides), start)
         return held.view(getattr(torch, c.dtype)) if _is_plain(c) else held
+
+    def arriving(self, pages: npt.NDArray[np.int32]) -> tuple[Arrival, ...]:
+        """What is still on the way to any of these history pages; -1 names none."""
+        return self.arrivals.touching(pages.ravel().tolist()) if self.arrivals else ()
+
+    def layer_groups(self, layers: int) -> list[LayerGroup]:
+        """All of a history page, so many layers at a time, in the order of layers.
+
+        The same objects for the same number."""
+        if layers not in self._groups:
+            numbers = sorted({layer for _, layer, _, _ in self.layout.sections()})
+            self._groups[layers] = [
+                self._layer_group(numbers[start : start + layers])
+                for start in range(0, len(numbers), layers)
+            ]
+        return self._groups[layers]
 
     def spans(self, kind: Kind, frames: Sequence[int], *, live: bool) -> Spans:
         """Where a packed record of this kind lies, in record order; a number stands for bytes
@@ -179,6 +212,16 @@ class DevicePool:
     def num_bytes(self) -> int:
         """Device memory held."""
         return sum(s.numel() for s in (*self._storage.values(), self.checkpoints))
+
+    def _layer_group(self, layers: Sequence[int]) -> LayerGroup:
+        found = [
+            (self._storage[name, layer], offset)
+            for name, layer, offset, _ in self.layout.sections()
+            if layer in layers
+        ]
+        return LayerGroup(
+            tuple(layers), Sections(tuple(s for s, _ in found), tuple(at for _, at in found))
+        )
 
     def _tail_sections(self, kind: Kind, windows: int) -> Sections:
         """A live tail: member 0 is its state slot, the others are its window pages in order."""

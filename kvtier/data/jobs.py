@@ -36,6 +36,7 @@ class Job:
         "_shares",
         "deadline",
         "delivered",
+        "early",
         "fences",
         "op",
         "staged",
@@ -56,6 +57,8 @@ class Job:
         self.deadline = deadline
         self.delivered = len(op.parts)
         """Parts before the first that failed so far."""
+        self.early = False
+        """It ends when its copies are queued."""
         self.staged = 0
         """Frames counted into the staging backlog."""
         self._packed: Callable[[], None] | None = packed

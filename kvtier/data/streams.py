@@ -56,6 +56,9 @@ class Streams(Protocol):
     def mark(self, lane: Lane) -> Event:
         """An event behind all that was queued on the lane; ``synchronize`` waits on the host."""
 
+    def wait(self, event: Event) -> None:
+        """What is queued on the current stream from here on runs behind ``event``."""
+
 
 class _Done:
     def synchronize(self) -> None:
@@ -79,6 +82,9 @@ class CpuStreams:
 
     def mark(self, lane: Lane) -> Event:
         return _Done()
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
 
 
 class CudaStreams:
@@ -121,6 +127,10 @@ class CudaStreams:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream(lane))
         return event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        torch.cuda.current_stream(self._device).wait_event(event)
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         if lane is not Lane.COMPUTE:

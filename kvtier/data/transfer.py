@@ -34,8 +34,9 @@ from kvtier.data.host import HostArena
 from kvtier.data.jobs import Job, Turns, Workers
 from kvtier.data.records import Loader, Packer, Reader, Sizes, copy_part, record_of
 from kvtier.data.staging import Slots, Staging
-from kvtier.data.streams import Lane, streams_for
+from kvtier.data.streams import Fences, Lane, streams_for
 from kvtier.errors import CacheClosed, StoreError
+from kvtier.kernels.pack import has_triton
 from kvtier.layouts.base import Layout
 from kvtier.seams import Record, Store
 from kvtier.types import Tier
@@ -52,6 +53,9 @@ READ_BYTES = 4 << 20
 BATCHES = 3
 """Of each direction at once: one being copied, one queued behind it, one whose end is being told.
 """
+EARLY_BYTES = 64 << 20
+"""A RESTORE of at least this size into pages of a layout without tails ends when its copies are
+queued, 1.2 ms before they are over, and comes layer by layer from the host."""
 EXIT_S = 10.0
 """How long the end of the process may wait for a transfer that nobody closed."""
 
@@ -78,6 +82,7 @@ class DeviceTransfer:
         assert isinstance(config.staging_bytes, int)
         self._sizes = Sizes(layout)
         self._store = store
+        self._reads_host = where.type == "cpu" or has_triton()
         self._wait_s = config.wait_s if config.on_full == "wait" else None
         self._batch_frames = max(BATCH_BYTES // frame_bytes, most_frames)
         self._read_frames = max(READ_BYTES // frame_bytes, most_frames)
@@ -120,6 +125,7 @@ class DeviceTransfer:
             self._staging,
             self._landing,
             self._streams,
+            self.pool.arrivals,
             pack_frames=max(
                 min(self._batch_frames, self._staging.num_slots // BATCHES), most_frames
             ),
@@ -166,7 +172,7 @@ class DeviceTransfer:
             packed=packed,
             done=done,
             ended=self._op_ended,
-            fences=self._streams.fences(),
+            fences=(*self._streams.fences(), *self._late(op)),
             deadline=deadline,
         )
         with self._lock:
@@ -224,9 +230,14 @@ class DeviceTransfer:
     def _start_restore(self, job: Job) -> None:
         parts = job.op.parts
         frames = [self._sizes.frames(part) for part in parts]
+        job.early = self._may_end_early(job.op)
         start = 0
         for source, run in groupby(parts, key=lambda part: part.source):
             stop = start + len(list(run))
+            if job.early and source is Tier.CPU and self._reads_host:
+                job.share()
+                self._copier.load_layers(job, start, parts[start:stop])
+                start = stop
             most = self._read_frames
             if source is not Tier.DISK:
                 most = even_batch(sum(frames[start:stop]), self._batch_frames)
@@ -240,6 +251,37 @@ class DeviceTransfer:
                 self._submit_load(job, start, end)
                 start = end
         job.end_share()
+
+    def _may_end_early(self, op: Op) -> bool:
+        """Whether all that may yet go wrong is the device itself once its copies are queued, and
+        it pays.  A live tail is written by whoever holds it, in no order with other streams."""
+        return (
+            not self.pool.layout.has_tails
+            and self.pool.num_layers > 1
+            and len(op.parts) * self._sizes.page >= EARLY_BYTES
+            and all(part.target is Tier.GPU and part.source is not Tier.GPU for part in op.parts)
+        )
+
+    def _late(self, op: Op) -> Fences:
+        """Behind what is still on its way from or into the frames of this op."""
+        arrivals = self.pool.arrivals
+        if not arrivals:
+            return ()
+        ends = [(p.source, p.src) for p in op.parts] + [(p.target, p.dst) for p in op.parts]
+        late = arrivals.touching(
+            pages=(f for tier, frames in ends if tier is Tier.GPU for f in frames),
+            frames=(f for tier, frames in ends if tier is Tier.CPU for f in frames),
+        )
+        return tuple(arrival.whole for arrival in late)
+
+    def _await_readers(self, parts: Sequence[Part]) -> None:
+        """The device still reads some host frames that have changed hands: before the disk is read
+        into them that is over."""
+        frames = (
+            frame for part in parts for frame in (part.dst if part.target is Tier.CPU else part.via)
+        )
+        for arrival in self.pool.arrivals.touching(frames=frames):
+            arrival.whole.synchronize()
 
     def _submit_load(self, job: Job, start: int, stop: int) -> None:
         job.share()
@@ -256,6 +298,7 @@ class DeviceTransfer:
             if start >= job.delivered:  # something before it has failed
                 return
             with self._guard(job, start):
+                self._await_readers(batch)
                 places, good = reader.read(batch)
                 if good < len(batch):
                     job.cut(start + good)

@@ -66,6 +66,10 @@ class Sections:
         ]
         object.__setattr__(self, "num_pages", tuple(count))
 
+    @property
+    def device(self) -> torch.device:
+        return self.storages[0].device
+
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """(storage, offset, member) of each section."""
         return zip(self.storages, self.offsets, self.members, strict=True)
@@ -76,15 +80,16 @@ def pack_pages(
 ) -> None:
     """Gather: row ``rows[i]`` of ``records`` becomes the packed record of page ``pages[i]``.
 
-    ``records`` is uint8 (rows, at least ``record_bytes``), on the sections' device; bytes behind
-    the record are left alone.  Rows must differ.  In stream order on CUDA.  Raises IndexError,
-    having moved nothing, for a page or a row that is not there.
+    ``records`` is uint8 (rows, at least ``record_bytes``), on the sections' device or, for the one
+    launch, in pinned host memory; bytes behind the record are left alone.  Rows must differ.  In
+    stream order on CUDA.  Raises IndexError, having moved nothing, for a page or a row that is not
+    there.
     """
     _check_pages(sections, pages, records, rows)
-    if _one_launch(records.device):
+    if _one_launch(sections.device):
         _launch(sections, pages, records, rows, unpack=False)
         return
-    if records.device.type == "cpu":
+    if sections.device.type == "cpu":
         there = records.numpy()
         for storage, at, _ in sections:
             there[rows, at : at + storage.shape[1]] = storage.numpy()[pages]
@@ -103,10 +108,10 @@ def unpack_pages(
     As ``pack_pages``; pages must differ.
     """
     _check_pages(sections, pages, records, rows)
-    if _one_launch(records.device):
+    if _one_launch(sections.device):
         _launch(sections, pages, records, rows, unpack=True)
         return
-    if records.device.type == "cpu":
+    if sections.device.type == "cpu":
         there = records.numpy()
         for storage, at, _ in sections:
             storage.numpy()[pages] = there[rows, at : at + storage.shape[1]]
@@ -130,7 +135,7 @@ def pack_tails(
     turn, each to its end.
     """
     _check_tails(sections, tails, records, rows)
-    if _one_launch(records.device):
+    if _one_launch(sections.device):
         _launch(sections, *_flat(sections, tails, records, rows), unpack=False)
         return
     for page, storage, spans in _tail_spans(sections, tails, records, rows):
@@ -148,7 +153,7 @@ def unpack_tails(
     As ``pack_tails``; a page of -1 is skipped.
     """
     _check_tails(sections, tails, records, rows)
-    if _one_launch(records.device):
+    if _one_launch(sections.device):
         _launch(sections, *_flat(sections, tails, records, rows), unpack=True)
         return
     for page, storage, spans in _tail_spans(sections, tails, records, rows):
@@ -163,7 +168,7 @@ def clear_tails(sections: Sections, tails: Sequence[Sequence[int]]) -> None:
     there.
     """
     _check_members(sections, tails)
-    if _one_launch(sections.storages[0].device):
+    if _one_launch(sections.device):
         from kvtier.kernels.triton_pack import clear
 
         clear(_chunks(sections, sections.record_bytes), [page for tail in tails for page in tail])
@@ -335,7 +340,9 @@ def _check_records(sections: Sections, records: torch.Tensor) -> None:
     assert records.dtype is torch.uint8
     assert records.dim() == 2
     assert records.stride(1) == 1
-    assert records.device == sections.storages[0].device
+    assert records.device == sections.device or (
+        _one_launch(sections.device) and records.is_pinned()
+    )
 
 
 def _within(numbers: Sequence[int], count: int) -> bool:
