@@ -49,7 +49,7 @@ def test_an_unlisted_case_raises(change: dict[str, object], backend: str) -> Non
         select(dataclasses.replace(ABSORBED, **change), backend=backend)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", ["flashmla", "flashinfer", "triton"])
+@pytest.mark.parametrize("backend", ["flashmla", "flashinfer"])
 def test_a_forced_backend_that_is_not_there_says_so(backend: str) -> None:
     with pytest.raises(ConfigError, match=f"{backend} kernel is not part of this build"):
         select(ABSORBED, backend=backend)
