@@ -369,13 +369,15 @@ class Residency:
             self.prune(parent)
 
     # ------------------------------------------------------------------ disk rows and nodes
-    def load_row(self, parent: Node, data: bytes, page: int, extra: bytes, row: int) -> Node:
-        """Give a page that is only on disk a node."""
-        stride = self.tree.stride
-        extras = {page: extra} if extra else None
-        (node,) = self.tree.extend(parent, data[: (page + 1) * stride], page, extras)
-        self.link_row(node, row)
-        return node
+    def load_rows(
+        self, parent: Node, data: bytes, extras: dict[int, bytes], rows: Sequence[int]
+    ) -> list[Node]:
+        """Give the pages of ``data`` behind ``parent`` that lie in these ``rows`` of the disk nodes."""
+        stop = (parent.depth + len(rows)) * self.tree.stride
+        nodes = self.tree.extend(parent, data[:stop], parent.depth, extras or None)
+        for node, row in zip(nodes, rows, strict=True):
+            self.link_row(node, row)
+        return nodes
 
     def link_row(self, node: Node, row: int) -> None:
         assert self.disk is not None
@@ -386,11 +388,22 @@ class Residency:
         if tail >= 0:
             self.attach(node, DISK + CHECKPOINT, (tail,))
 
-    def disk_row(self, parent: Node, page: bytes, extra: bytes) -> int:
-        """Row of the page behind ``parent``, or -1."""
-        if self.disk is None or not self.disk.rows:
-            return -1
-        return self.disk.find(page_key(self.digest(parent), page, extra))
+    def disk_rows(
+        self, parent: Node, data: bytes, extras: dict[int, bytes], limit: int
+    ) -> list[int]:
+        """Rows of the pages of ``data`` behind ``parent``, up to page ``limit``."""
+        rows: list[int] = []
+        if self.disk is None or not self.disk.rows or parent.depth >= limit:
+            return rows
+        key, stride = self.digest(parent), self.tree.stride
+        for page in range(parent.depth, limit):
+            tokens = data[page * stride : (page + 1) * stride]
+            key = page_key(key, tokens, extras.get(page, b"") if extras else b"")
+            row = self.disk.find(key)
+            if row < 0:
+                break
+            rows.append(row)
+        return rows
 
     # ------------------------------------------------------------------ who holds what
     def use(self, copy: Copy) -> None:

@@ -56,19 +56,11 @@ class Restore:
         res = self.residency
         last = res.tree.walk(root, data, extras or None)
         nodes, known = res.tree.path(last), last.depth
-        stride = res.tree.stride
         if len(nodes) > limit:
             return nodes[:limit], known
-        while len(nodes) < limit:
-            page = len(nodes)
-            extra = extras.get(page, b"")
-            row = res.disk_row(last, data[page * stride : (page + 1) * stride], extra)
-            if row < 0:
-                break
-            if last.depth and last.copies[DISK] is None and not self._link(last):
-                break
-            last = res.load_row(last, data, page, extra, row)
-            nodes.append(last)
+        rows = res.disk_rows(last, data, extras, limit)
+        if rows and (not last.depth or last.copies[DISK] is not None or self._link(last)):
+            nodes += res.load_rows(last, data, extras, rows)
         return nodes, max(known, len(nodes))
 
     def _link(self, node: Node) -> bool:
