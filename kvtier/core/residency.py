@@ -132,9 +132,9 @@ class Residency:
         assert node.copies[slot] is None, "I3: a second copy in one tier"
         copy = node.copies[slot] = Copy(node, slot, frames, writer)
         if slot < CHECKPOINT:
-            parent = node.parent
-            assert parent is not None
-            parent.kids[slot] += 1
+            parent, run = node.parent, node.run
+            assert parent is not None and run is not None
+            run.hold(slot, node.index + 1)
             assert parent.depth == 0 or parent.copies[slot] is not None, "I6: parent not in tier"
         if slot % 3 == DISK:
             kept = node.keeps if slot == DISK else self.kept_tails.get(node, 0)
@@ -195,8 +195,9 @@ class Residency:
         if slot < CHECKPOINT:
             parent = node.parent
             assert parent is not None
-            parent.kids[slot] -= 1
-            if not parent.kids[slot] and (up := parent.copies[slot]) is not None:
+            if node.run is not None:
+                node.run.hold(slot, node.index)
+            if (up := parent.copies[slot]) is not None and not parent.kids(slot):
                 self.became_leaf(parent, up)
             self._offer_above(node, slot)
         if copy.tier == DISK:
@@ -294,7 +295,7 @@ class Residency:
                     continue
                 if (copy := n.copies[GPU]) is None:
                     self.prune(n)
-                elif not n.kids[GPU]:
+                elif not n.kids(GPU):
                     self.offer(copy)
 
     def touch(self, nodes: Sequence[Node], hits: int = 0) -> None:
@@ -331,8 +332,6 @@ class Residency:
                 on_disk.node = None
                 if tail is not None:
                     tail.node = None
-                assert node.parent is not None
-                node.parent.kids[DISK] -= 1
                 copies[DISK] = copies[DISK + CHECKPOINT] = None
             else:
                 self.ghosts.remember([node.page(self.tree.stride)[:GHOST_BYTES]], node.hits > 0)
@@ -359,8 +358,6 @@ class Residency:
                 if copy is None:
                     continue
                 if slot == GPU and n.pins:
-                    assert n.parent is not None
-                    n.parent.kids[GPU] -= 1  # a dead node's page is nobody's child
                     if self.events is not None and copy.ready:
                         self.note("removed", n.digest, GPU)
                     continue
@@ -372,7 +369,7 @@ class Residency:
     def load_rows(
         self, parent: Node, data: bytes, extras: dict[int, bytes], rows: Sequence[int]
     ) -> list[Node]:
-        """Give the pages of ``data`` behind ``parent`` that lie in these ``rows`` of the disk nodes."""
+        """Nodes for the pages of ``data`` behind ``parent`` that lie in ``rows`` of the disk."""
         stop = (parent.depth + len(rows)) * self.tree.stride
         nodes = self.tree.extend(parent, data[:stop], parent.depth, extras or None)
         for node, row in zip(nodes, rows, strict=True):
@@ -467,14 +464,15 @@ class Residency:
         self.disk.busy[row] = int(self.disk.busy[row]) + by
 
     # ------------------------------------------------------------------ eviction
-    def evictable(self, copy: Copy) -> bool:
-        """Whether this copy may leave its tier now: READY, idle, a leaf there, not held."""
+    def evictable(self, copy: Copy, gone: int = 0) -> bool:
+        """Whether this copy may leave its tier now: READY, idle, not held, and a leaf there once
+        ``gone`` of its children have left."""
         node, slot = copy.node, copy.slot
         if node is None or not copy.ready or copy.readers:
             return False
         if slot >= CHECKPOINT:
             return self._tail_spare(copy)
-        if node.kids[slot]:
+        if node.kids(slot) != gone:
             return False
         tail = node.copies[slot + CHECKPOINT]
         if slot == GPU:
@@ -501,7 +499,7 @@ class Residency:
         node = copy.node
         assert node is not None
         if copy.mark is not None:
-            return self.scale.standing(copy.mark, deepest=not node.kids[CPU])
+            return self.scale.standing(copy.mark, deepest=not node.kids(CPU))
         return HOPELESS if hopeless(node) else LEVEL
 
     def became_leaf(self, node: Node, copy: Copy) -> None:
