@@ -37,6 +37,12 @@ def prometheus_text(stats: CacheStats, *, info: dict[str, str], events_dropped: 
             per_tier("hit_tokens"),
         ),
         _one("computed_tokens_total", "counter", "Prompt tokens computed.", stats.computed_tokens),
+        _one(
+            "dear_tokens_total",
+            "counter",
+            "Of these, tokens that were cached, but faster to compute than to load.",
+            stats.dear_tokens,
+        ),
         _one("leases", "gauge", "Open leases.", stats.leases),
         _one("leases_restoring", "gauge", "Leases waiting for their prefix.", stats.restoring),
         _family(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.load_costs import LoadCosts
 from kvtier.core.tree import NEVER, Node
 from kvtier.errors import LeaseNotReady, LeaseReleased
 from kvtier.tokens import TokenBuffer
@@ -112,6 +113,12 @@ class LeaseRecord:
     """Packed tokens it is being brought up for: the prompt, or what it stood on before."""
     give_up: bool = False
     """Something could not be read, for reasons of the moment: settle for what arrived."""
+    costs: LoadCosts | None = None
+    """What loading and computing take, until it is ACTIVE; None: all is worth loading."""
+    stages: list[int] = field(default_factory=list)
+    """Where it can stop on its way up, in pages."""
+    dear: int = 0
+    """Pages that could be loaded and are computed, since that is faster."""
     cached_tokens: int = 0
     counted: bool = False
     restored: dict[Tier, int] = field(default_factory=dict)

@@ -35,6 +35,7 @@ from kvtier.core.geometry import Geometry
 from kvtier.core.keys import ANONYMOUS, check_spans, page_extras
 from kvtier.core.leases import NEVER, LeaseRecord, LeaseTables, PinRecord, PrefetchRecord
 from kvtier.core.lifetimes import Lifetimes
+from kvtier.core.load_costs import LoadCosts
 from kvtier.core.lower import Lower
 from kvtier.core.operations import Operations, TailPools
 from kvtier.core.ops import Op, OpKind
@@ -155,10 +156,12 @@ class CacheCore:
         reserve: int = 0,
         priority: int = 0,
         expires: float | None = None,
+        costs: LoadCosts | None = None,
         label: str = "",
         opened_at: str = "",
     ) -> tuple[LeaseRecord, list[Op]]:
-        """Pin the longest prefix a lease may stand on and plan what is missing of it.
+        """Pin the longest prefix a lease may stand on (with ``costs``: as far as loading it is
+        worth its while) and plan what is missing of it.
 
         Raises OutOfPages, having changed nothing, if ``reserve`` tokens past it do not fit or
         ``max_leases`` are open.
@@ -192,6 +195,7 @@ class CacheCore:
             label=label,
             opened_at=opened_at,
             known_pages=known,
+            costs=costs,
         )
         try:
             ops = self.restore.bring_up(rec, path, -(-reserve // page))
@@ -210,6 +214,17 @@ class CacheCore:
         if write:
             ops += self._lower_again(rec.nodes)
         return rec, ops
+
+    def settle_early(self, rec: LeaseRecord) -> list[Op]:
+        """Let a lease that was opened with costs stop waiting for the disk: it stands on what is
+        nearer.  What is under way still arrives, in frames of its own.  A lease that waits for
+        nothing of the disk is left as it is, and so is one for which there is no other state slot
+        than the one that is still being written."""
+        return self.restore.settle_early(rec) + self._drops()
+
+    def at_hand(self, rec: LeaseRecord) -> int:
+        """Tokens that a RESTORING lease could stand on without waiting for the disk."""
+        return self.restore.at_hand(rec) * self.geometry.page_tokens
 
     def _lower_again(self, nodes: Sequence[Node]) -> list[Op]:
         """Offer what was skipped before to the lower tiers: it has been found again."""
@@ -295,9 +310,14 @@ class CacheCore:
 
     # ------------------------------------------------------------------ upkeep
     def prefetch(
-        self, tokens: TokenBuffer, identity: Identity = ANONYMOUS, spans: Sequence[Span] = ()
+        self,
+        tokens: TokenBuffer,
+        identity: Identity = ANONYMOUS,
+        spans: Sequence[Span] = (),
+        *,
+        most: int | None = None,
     ) -> tuple[PrefetchRecord, list[Op]]:
-        """Bring a prefix up to the host."""
+        """Bring a prefix up to the host; of pages that only the disk has ``most`` (None: all)."""
         page = self.geometry.page_tokens
         extras = page_extras(check_spans(spans, len(tokens)), page) if spans else {}
         path, _ = self.restore.path(
@@ -307,7 +327,7 @@ class CacheCore:
         self.residency.pin(path)
         self.prefetches[rec.id] = rec
         self.residency.touch(path)
-        ops = self.restore.prefetch(rec)
+        ops = self.restore.prefetch(rec, max(0, len(tokens) - 1) // page, most)
         if rec.done:
             self._end_prefetch(rec)
         return rec, ops

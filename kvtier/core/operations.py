@@ -135,6 +135,10 @@ class Operations:
         self.running[op.id].drops = keys
         return [op]
 
+    def origins(self, op_id: int) -> dict[Copy, Tier]:
+        """Where each copy comes from that a running operation fills."""
+        return {copy: m.part.source for m in self.running[op_id].moves for copy in m.targets}
+
     # ------------------------------------------------------------------ endings
     def packed(self, op_id: int) -> None:
         """The device side of a PACK has been read: its sources may be reused."""

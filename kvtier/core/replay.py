@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from kvtier.core.leases import LeaseRecord, PinRecord, PrefetchRecord
+from kvtier.core.load_costs import LoadCosts
 from kvtier.core.machine import CacheCore
 from kvtier.errors import KVTierError
 from kvtier.tokens import TokenBuffer
@@ -22,6 +23,7 @@ Call: TypeAlias = list[Any]
 _CALLS = frozenset(
     [
         "open",
+        "settle_early",
         "reserve",
         "commit",
         "abandon",
@@ -91,6 +93,8 @@ class Recorder:
                 return ["identity", value.tenant, value.adapter, salt]
             case Span():
                 return ["span", value.start, value.stop, value.digest.hex()]
+            case LoadCosts():
+                return ["costs", *value.plain()]
             case LeaseRecord():
                 return ["lease", value.id]
             case PrefetchRecord():
@@ -128,6 +132,8 @@ def replay(log: Sequence[Call], core: CacheCore) -> None:
                 return Identity(tenant=tenant, adapter=adapter, salt=salt)
             case ["span", start, stop, digest]:
                 return Span(start, stop, bytes.fromhex(digest))
+            case ["costs", *seconds]:
+                return LoadCosts(*seconds)
             case ["lease", number]:
                 return leases[number]
             case ["prefetch", number]:

@@ -4,11 +4,11 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvtier.core.boundaries import inside_span
 from kvtier.core.copies import CHECKPOINT, DISK, GPU, TIERS, Copy
 from kvtier.core.keys import check_spans, checkpoint_key, page_extras, page_key
 from kvtier.core.leases import LeaseRecord
 from kvtier.core.ops import OpKind
-from kvtier.core.restore import inside_span
 from kvtier.core.tree import Node
 from kvtier.tokens import TokenBuffer
 from kvtier.types import (
@@ -103,6 +103,7 @@ def stats(core: "CacheCore") -> CacheStats:
         lookups=core.lookups,
         lookup_tokens=core.restore.lookup_tokens,
         computed_tokens=core.restore.computed_tokens,
+        dear_tokens=core.restore.dear_tokens,
         leases=len(core.leases),
         restoring=restoring,
         packing=kinds.count(OpKind.PACK),
@@ -261,6 +262,7 @@ def _lease_state(rec: LeaseRecord) -> tuple[object, ...]:
         rec.state,
         (rec.length, rec.capacity, rec.limit, rec.write),
         (rec.frames, rec.owned, rec.spare, rec.captures),
+        (rec.costs, rec.stages, rec.dear),
         sorted(rec.waits),
         (tail, rec.tail_ok),
         parked,

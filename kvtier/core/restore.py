@@ -1,12 +1,17 @@
 """Moving up: how a lease comes to stand on a prefix, and what it falls back to.
 
-One RESTORE a lease brings up everything it misses, disk pages with the host as a stop on the way.
+One RESTORE a lease brings up everything it misses, disk pages with the host as a stop on the way;
+where loading is weighed against computing, one for what the host has and one a stage for the disk.
 A lease settles only when all operations it waits for have ended; then it stands on what arrived,
 or plans again.  Every failure takes away the copy that failed, so planning again ends.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
+from kvtier.core import load_costs
+from kvtier.core.boundaries import boundaries, inside_span
+from kvtier.core.checkpoints import Mark
 from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, TIERS, Copy
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import checkpoint_key
@@ -18,12 +23,7 @@ from kvtier.core.tree import Node
 from kvtier.errors import OutOfPages
 from kvtier.types import LeaseState, Span, Tier
 
-__all__ = ["Restore", "inside_span"]
-
-
-def inside_span(position: int, spans: Sequence[Span]) -> bool:
-    """Whether a boundary at ``position`` would cut a span in two."""
-    return any(s.start < position < s.stop for s in spans)
+__all__ = ["Restore"]
 
 
 class Restore:
@@ -45,6 +45,7 @@ class Restore:
         self.geometry: Geometry = residency.geometry
         self.hit_tokens = [0, 0, 0]
         self.computed_tokens = 0
+        self.dear_tokens = 0
         self.lookup_tokens = 0
 
     # ------------------------------------------------------------------ what is there
@@ -95,6 +96,12 @@ class Restore:
             n -= 1
         return n
 
+    def at_hand(self, rec: LeaseRecord) -> int:
+        """Pages a lease that restores could stand on without waiting for the disk."""
+        limit = self.resumable(rec.nodes, rec.limit, rec.spans)
+        places = boundaries(self.operations, rec.nodes[:limit], rec.spans)
+        return max((at.pages for at in places if not at.disk), default=0)
+
     # ------------------------------------------------------------------ planning
     def bring_up(self, rec: LeaseRecord, path: Sequence[Node], spare: int = 0) -> list[Op]:
         """Pin the longest resumable prefix that fits, plus ``spare`` pages of the lease's own,
@@ -106,6 +113,8 @@ class Restore:
         assert not rec.nodes and not rec.frames and not rec.waits, "I4"
         res = self.residency
         limit = self.resumable(path, rec.limit, rec.spans)
+        if rec.costs is not None:
+            limit = self._worth_loading(rec, path, limit)
         res.pin(path[:limit])  # all along: unpinned, pages only on disk would lose their nodes
         while True:
             use = list(path[:limit])
@@ -136,6 +145,20 @@ class Restore:
         rec.tail, rec.tail_ok = tail, checkpoint is None
         return self.plan(rec, missing, checkpoint, [])
 
+    def _worth_loading(self, rec: LeaseRecord, path: Sequence[Node], limit: int) -> int:
+        """How many of the pages that a lease could stand on it should load."""
+        assert rec.costs is not None
+        rec.stages = load_costs.stages(
+            boundaries(self.operations, path[:limit], rec.spans),
+            len(rec.source) // 4,
+            self.geometry.page_tokens,
+            rec.costs,
+            even=not self.geometry.has_tails,
+        )
+        worth = rec.stages[-1] if rec.stages else 0
+        rec.dear += limit - worth
+        return worth
+
     def _windows_at(self, pages: int) -> range:
         """Window pages of a lease that stands at the end of ``pages`` pages."""
         return self.geometry.windows_at(pages * self.geometry.page_tokens)
@@ -150,41 +173,100 @@ class Restore:
         clear: bool = True,
     ) -> list[Op]:
         """The operations that bring up ``missing`` pages and the lease's tail."""
-        res, operations = self.residency, self.operations
+        operations, origins = self.operations, dict[Copy, Tier]()
+        for n in rec.nodes:
+            copy = n.copies[GPU]
+            if copy is not None and copy.writer:
+                if copy.writer not in rec.waits:
+                    rec.waits.add(copy.writer)
+                    origins |= operations.origins(copy.writer)
+                rec.origins.setdefault(n, origins[copy])
+        restores: list[Op] = []
+        *stages, last = self._by_stage(rec, missing)
+        for stage in stages:
+            op_id = operations.next_id()
+            moves = self._moves(rec, stage, op_id)
+            moves += self._lift_checkpoint(stage[-1], op_id)
+            restores.append(operations.start(op_id, OpKind.RESTORE, moves))
         op_id = operations.next_id()
-        moves: list[Move] = []
-        frames = res.pools[GPU].take(len(missing))
-        targets = [res.attach(n, GPU, (f,), op_id) for n, f in zip(missing, frames, strict=True)]
-        sources = [res.best(n) for n in missing]
-        vias = self._vias(missing, op_id)
-        for n, source, target in zip(missing, sources, targets, strict=True):
-            assert source is not None, "I9"
-            rec.origins.setdefault(n, TIERS[source.tier])
-            moves.append(self._move(n, source, target, vias.get(n)))
+        moves = self._moves(rec, last, op_id)
         if checkpoint is not None:
             moves.append(self._tail_move(rec, checkpoint))
         moves += parked
         if parked:
             assert rec.parked is not None
             rec.parked.op_id = op_id
-        for n in rec.nodes:
-            copy = n.copies[GPU]
-            assert copy is not None
-            if copy.writer:
-                rec.waits.add(copy.writer)
-                if copy.writer != op_id:
-                    rec.origins.setdefault(n, self._origin_of(copy))
         ops: list[Op] = []
         if self.geometry.has_tails and checkpoint is None and clear:
             assert rec.tail is not None
             part = Part(Kind.TAIL, Tier.GPU, (), Tier.GPU, rec.tail.frames(range(0)))
             ops.append(operations.in_order(OpKind.CLEAR, part))
         if moves:
-            ops.append(operations.start(op_id, OpKind.RESTORE, moves))
-            rec.waits.add(op_id)
+            restores.append(operations.start(op_id, OpKind.RESTORE, moves))
+        rec.waits.update(op.id for op in restores)
+        ops += restores
         if not rec.waits and rec.parked is None:
             ops += self.settle(rec)
         return ops
+
+    def _by_stage(self, rec: LeaseRecord, missing: list[Node]) -> list[list[Node]]:
+        """The pages of each RESTORE, the last of which also brings the tail: all in one, unless
+        the lease may have to settle for what the first ones have brought."""
+        if rec.costs is None:
+            return [missing]
+        res = self.residency
+        ends = [rec.nodes[n - 1].depth for n in rec.stages if n < len(rec.nodes)]
+        groups: dict[tuple[bool, int], list[Node]] = {}
+        for n in missing:
+            source = res.best(n)
+            on_disk = source is not None and source.tier == DISK
+            stage = bisect_left(ends, n.depth) if on_disk else 0
+            groups.setdefault((on_disk, stage), []).append(n)
+        return list(groups.values()) or [[]]
+
+    def _moves(self, rec: LeaseRecord, missing: Sequence[Node], op_id: int) -> list[Move]:
+        """Pages of a lease that are not on the device, up to there."""
+        res = self.residency
+        frames = res.pools[GPU].take(len(missing))
+        targets = [res.attach(n, GPU, (f,), op_id) for n, f in zip(missing, frames, strict=True)]
+        sources = [res.best(n) for n in missing]
+        vias = self._vias(missing, op_id)
+        moves: list[Move] = []
+        for n, source, target in zip(missing, sources, targets, strict=True):
+            assert source is not None, "I9"
+            rec.origins.setdefault(n, TIERS[source.tier])
+            moves.append(self._move(n, source, target, vias.get(n)))
+        return moves
+
+    def _lift_checkpoint(self, node: Node, op_id: int) -> list[Move]:
+        """From the disk to the host, behind its page, if there is room."""
+        res, frames = self.residency, self.geometry.checkpoint_frames
+        source, page = res.best(node, CHECKPOINT), node.copies[CPU]
+        if source is None or source.tier != DISK or page is None:
+            return []
+        if node.copies[CPU + CHECKPOINT] is not None:  # on its way
+            return []
+        with res.held(page, source):
+            if res.evictor.room(CPU, frames):
+                return []
+        target = res.attach(node, CPU + CHECKPOINT, res.pools[CPU].take(frames), op_id)
+        mark = target.mark = Mark(node.depth, prompt_end=False, branch=False)
+        above = node.parent
+        while above is not None and mark.above is None:
+            mark.above, above = above.copies[CPU + CHECKPOINT], above.parent
+        mark.tick = res.tick
+        return [self._checkpoint_up(node, source, target)]
+
+    def _checkpoint_up(self, node: Node, source: Copy, target: Copy) -> Move:
+        digest = self.residency.digest(node)
+        part = history_part(
+            source,
+            target,
+            key=checkpoint_key(digest),
+            parent=digest,
+            tokens=node.page(self.residency.tree.stride),
+        )
+        return Move(part, source, (target,))
 
     def _vias(self, missing: Sequence[Node], op_id: int) -> dict[Node, Copy]:
         """Host copies made on the way up for pages that only the disk has."""
@@ -241,12 +323,6 @@ class Restore:
         )
         return Move(part, checkpoint, (), tail=tail)
 
-    def _origin_of(self, copy: Copy) -> Tier:
-        for m in self.operations.running[copy.writer].moves:
-            if copy in m.targets:
-                return m.part.source
-        raise AssertionError("I3: a filling copy without its writer")
-
     # ------------------------------------------------------------------ settling
     def settle(self, rec: LeaseRecord) -> list[Op]:
         """Everything this lease waited for has ended: stand on what arrived, or plan again."""
@@ -257,12 +333,32 @@ class Restore:
             rec.owned = [False] * len(rec.frames)
             self.activate(rec)
             return []
-        path = rec.nodes
+        path, rec.dear = rec.nodes, 0
         if rec.give_up:
             good = next((i for i, c in enumerate(copies) if c is None or not c.ready), len(copies))
             rec.limit = min(rec.limit, good if good < len(copies) else good - 1)
             rec.give_up = False
         self.residency.pin(path)  # so that letting go does not tidy away what is still good
+        self.let_go(rec)
+        ops = self.bring_up(rec, path)
+        self.residency.unpin(path)
+        return ops
+
+    def settle_early(self, rec: LeaseRecord) -> list[Op]:
+        """Stop waiting for the disk: stand on what is nearer and compute the rest.  What is on its
+        way still arrives, for whoever comes next; until then it keeps its frames.  Does nothing
+        for a lease that waits for nothing of the disk, or while there is no other tail for it."""
+        if rec.costs is None or not rec.waits:
+            return []
+        pages, path = self.at_hand(rec), rec.nodes
+        if pages == len(path):
+            return []
+        if rec.tail is not None and rec.tail.ops and not self.tails.states.free:
+            return []
+        rec.costs = rec.costs.without_disk()
+        rec.limit = min(rec.limit, pages)
+        rec.dear += len(path) - pages
+        self.residency.pin(path)
         self.let_go(rec)
         ops = self.bring_up(rec, path)
         self.residency.unpin(path)
@@ -285,7 +381,7 @@ class Restore:
                 self.tables.put_window(rec.row, number, frame)
         if not rec.counted:
             self._count(rec)
-        rec.origins = {}
+        rec.origins, rec.costs = {}, None
         self.settled.append(rec)
 
     def _count(self, rec: LeaseRecord) -> None:
@@ -299,6 +395,7 @@ class Restore:
         for tier, tokens in rec.restored.items():
             self.hit_tokens[tier] += tokens
         self.computed_tokens += len(rec.prompt) - rec.length
+        self.dear_tokens += rec.dear * page
         self.lookup_tokens += len(rec.prompt)
 
     def let_go(self, rec: LeaseRecord) -> None:
@@ -318,11 +415,12 @@ class Restore:
         self.tables.clear(rec.row)
 
     # ------------------------------------------------------------------ prefetch
-    def prefetch(self, rec: PrefetchRecord) -> list[Op]:
-        """Bring what is only on disk up to the host; pages already there count as they are."""
+    def prefetch(self, rec: PrefetchRecord, limit: int, most: int | None) -> list[Op]:
+        """Bring what is only on disk up to the host, at most ``most`` pages; what is already there
+        counts as it is.  With tails also the deepest checkpoint within ``limit`` pages."""
         operations = self.operations
         op_id = operations.next_id()
-        missing = [n for n in rec.nodes if n.copies[GPU] is None and n.copies[CPU] is None]
+        missing = [n for n in rec.nodes if n.copies[GPU] is None and n.copies[CPU] is None][:most]
         vias = self._vias(missing, op_id)
         moves: list[Move] = []
         for n in missing:
@@ -330,6 +428,8 @@ class Restore:
             if n not in vias or source is None:
                 break
             moves.append(self._move(n, source, vias[n], None))
+        if self.geometry.has_tails:
+            moves += self._lift_deepest(rec.nodes[:limit], op_id)
         rec.waits = {
             c.writer for n in rec.nodes for c in n.copies[:2] if c is not None and c.writer
         }
@@ -340,6 +440,13 @@ class Restore:
         if not rec.waits:
             self.settle_prefetch(rec)
         return ops
+
+    def _lift_deepest(self, path: Sequence[Node], op_id: int) -> list[Move]:
+        """The last checkpoint among pages that are on the host, or on their way there."""
+        for n in reversed(path):
+            if n.copies[CPU] is not None and self.residency.best(n, CHECKPOINT) is not None:
+                return self._lift_checkpoint(n, op_id)
+        return []
 
     def settle_prefetch(self, rec: PrefetchRecord) -> None:
         count = 0

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.config import CheckpointPolicy
+from kvtier.core.boundaries import inside_span
 from kvtier.core.checkpoints import Mark
 from kvtier.core.copies import CHECKPOINT, CPU, GPU
 from kvtier.core.leases import LeaseRecord, LeaseTables
@@ -17,7 +18,6 @@ from kvtier.core.lower import Lower
 from kvtier.core.operations import Operations, TailPools
 from kvtier.core.ops import Op
 from kvtier.core.residency import Residency
-from kvtier.core.restore import inside_span
 from kvtier.core.tree import Node
 from kvtier.errors import OutOfPages
 from kvtier.types import Capture, LeaseState

@@ -172,12 +172,16 @@ class FakeServer:
             return None
         assert before != core.digest()
         limit = options.get("max_reuse")
-        whole = limit is None and options.get("read", True)
+        whole = limit is None and options.get("read", True) and options.get("costs") is None
         got = (len(rec.nodes) or rec.length // page) * page
         assert got <= found.tokens, "open found more than match"
         assert got == found.tokens or not roomy or not whole, "open found less than match"
         assert limit is None or got <= max(0, limit)
         assert got == 0 or options.get("read", True)
+        assert rec.dear == 0 or options.get("costs") is not None
+        assert got + rec.dear * page <= found.tokens
+        REACHED["dearer to load than to compute"] += rec.dear > 0
+        REACHED["restore in stages"] += len({o.id for o in ops if o.kind is OpKind.RESTORE}) > 1
         self.epochs[rec.id] = self.epoch
         self.prolong(rec, tokens)
         REACHED["reused"] += got > 0

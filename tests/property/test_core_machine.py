@@ -14,6 +14,7 @@ four together about 40 s on a quiet core), with the dev profile 150 of 30, with 
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -33,8 +34,9 @@ from kvtier.config import Adaptive, Dense, Sparse
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import chain_root, page_key
 from kvtier.core.leases import LeaseRecord, PinRecord, PrefetchRecord
+from kvtier.core.load_costs import ALWAYS, LoadCosts
 from kvtier.core.machine import CacheCore
-from kvtier.core.ops import OpKind
+from kvtier.core.ops import Kind, OpKind
 from kvtier.core.replay import Recorder, replay
 from kvtier.errors import LeaseNotReady, LeaseReleased, OutOfPages
 from kvtier.types import Identity, LeaseState, Span, Tier
@@ -49,6 +51,19 @@ FULL = st.lists(st.integers(0, 1), min_size=2, max_size=9)
 MORE = st.lists(st.integers(0, 1), min_size=1, max_size=2)
 MOSTLY = st.sampled_from([True, True, True, False])
 ALL_TIERS = (Tier.GPU, Tier.CPU, Tier.DISK)
+SECONDS = st.sampled_from([0.0, 0.001, 0.3, 1.0])
+COSTS = st.one_of(
+    st.none(),
+    st.builds(
+        LoadCosts,
+        st.sampled_from([0.0, 1.0, 1.0, ALWAYS]),
+        SECONDS,
+        SECONDS,
+        SECONDS,
+        st.sampled_from([0.0, 0.001, 1.0, inf]),
+    ),
+)
+WEIGHED = st.sampled_from([LoadCosts(ALWAYS), LoadCosts(1.0, 0.0, 0.001)])
 
 
 @st.composite
@@ -184,6 +199,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         reuse=st.sampled_from([None, None, None, 0, 2, 3, 8]),
         ttl=st.sampled_from([None, None, None, 0, 1, 3]),
         priority=st.integers(0, 1),
+        costs=COSTS,
     )
     def open_any(
         self,
@@ -197,6 +213,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         reuse: int | None,
         ttl: int | None,
         priority: int,
+        costs: LoadCosts | None,
     ) -> None:
         self.open(
             tokens,
@@ -209,6 +226,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
             max_reuse=reuse,
             priority=priority,
             expires=None if ttl is None else self.now + ttl,
+            costs=costs,
         )
 
     def pick(self, data: Any, state: LeaseState | None = LeaseState.ACTIVE) -> LeaseRecord:
@@ -243,11 +261,19 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         return self.open([*tokens, *more], who, spans=placed, early=early, **options)
 
     @precondition(lambda self: self.ever)
-    @rule(data=st.data(), more=MORE, early=st.booleans(), reserve=st.sampled_from([0, 0, 2]))
-    def reopen(self, data: Any, more: list[int], early: bool, reserve: int) -> None:
+    @rule(
+        data=st.data(),
+        more=MORE,
+        early=st.booleans(),
+        reserve=st.sampled_from([0, 0, 2]),
+        costs=COSTS,
+    )
+    def reopen(
+        self, data: Any, more: list[int], early: bool, reserve: int, costs: LoadCosts | None
+    ) -> None:
         """Aim: a prompt that starts with something already committed."""
         self.seats(1)
-        rec = self.reopen_known(data, more, early, reserve=reserve)
+        rec = self.reopen_known(data, more, early, reserve=reserve, costs=costs)
         REACHED["restoring with a reserve"] += bool(rec and rec.spare)
 
     @precondition(lambda self: any(k[2] for k in self.ever))
@@ -300,14 +326,81 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         early=st.booleans(),
         more=MORE,
         times=st.integers(1, 3),
+        costs=COSTS,
     )
     def chill_and_reopen(
-        self, data: Any, cold_host: bool, early: bool, more: list[int], times: int
+        self,
+        data: Any,
+        cold_host: bool,
+        early: bool,
+        more: list[int],
+        times: int,
+        costs: LoadCosts | None,
     ) -> None:
         """Aim: idle, cold device (and host), then requests for a known prefix."""
         self.cold(*ALL_TIERS[: 1 + cold_host])
         for _ in range(times):
-            self.reopen_known(data, more, early)
+            self.reopen_known(data, more, early, costs=costs)
+
+    def settle_early(self, rec: LeaseRecord) -> None:
+        hand, length = self.core.at_hand(rec), len(rec.nodes) * self.geometry.page_tokens
+        waits, weighed = set(rec.waits), rec.costs is not None
+        self.run(self.core.settle_early(rec))
+        if not weighed or not waits or hand == length:
+            return
+        if rec.waits and rec.waits == waits:
+            assert not self.core.tails.states.free
+            REACHED["could not settle early"] += 1
+            return
+        disk = [
+            i
+            for i in rec.waits
+            if any(p.source is Tier.DISK for p in self.core.operations.running[i].op.parts)
+        ]
+        assert not disk, "it was to wait for the disk no longer"
+        assert rec.state is LeaseState.RESTORING or rec.length <= hand
+        REACHED["settled early"] += 1
+        REACHED["settled early on something"] += hand > 0
+
+    @precondition(lambda self: any(r.costs is not None for r in self.core.leases.values()))
+    @rule(data=st.data())
+    def settle_some_early(self, data: Any) -> None:
+        self.settle_early(self.pick(data, LeaseState.RESTORING))
+
+    @precondition(lambda self: self.ever and self.geometry.disk_frames)
+    @rule(
+        data=st.data(),
+        costs=WEIGHED,
+        ended=st.integers(0, 3),
+        late=st.booleans(),
+        early=st.booleans(),
+        others=st.integers(0, 2),
+    )
+    def disk_too_slow(
+        self, data: Any, costs: LoadCosts, ended: int, late: bool, early: bool, others: int
+    ) -> None:
+        """Aim: some stages arrive, the lease settles for these and computes what the others still
+        bring; they end after it has been released, or at any time."""
+        self.cold(Tier.GPU, Tier.CPU)
+        self.seats(1 + others)
+        who, tokens, placed = self.known(data)
+        recs = [
+            self.open([*tokens, 1], who, spans=placed, early=early, costs=costs)
+            for _ in range(1 + others)
+        ]
+        for _ in range(ended):
+            todo = [i for i, o in self.plane.live.items() if o.kind is OpKind.RESTORE]
+            if todo:
+                parts = len(self.plane.live[todo[0]].parts)
+                self.end(todo[0], data.draw(st.sampled_from([None, None, None, parts - 1])))
+        for rec in [r for r in recs if r is not None]:
+            if rec.state is LeaseState.RESTORING:
+                self.settle_early(rec)
+            if rec.state is LeaseState.ACTIVE:
+                self.step([rec], [list(tokens[rec.length :])])
+        if late:
+            for rec in [r for r in recs if r is not None]:
+                self.run(self.core.release(rec))
 
     @precondition(lambda self: self.ever)
     @rule(data=st.data(), early=st.booleans(), finish_first=st.booleans())
@@ -515,12 +608,23 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         REACHED["expired"] += self.core.residency.tree.num_nodes < known
 
     @precondition(lambda self: self.ever)
-    @rule(target=prefetches, data=st.data(), cold=st.booleans(), cancel=st.booleans())
-    def prefetch(self, data: Any, cold: bool, cancel: bool) -> tuple[int, PrefetchRecord]:
+    @rule(
+        target=prefetches,
+        data=st.data(),
+        cold=st.booleans(),
+        cancel=st.booleans(),
+        most=st.sampled_from([None, None, 0, 1]),
+    )
+    def prefetch(
+        self, data: Any, cold: bool, cancel: bool, most: int | None
+    ) -> tuple[int, PrefetchRecord]:
         if cold:
             self.cold(Tier.GPU, Tier.CPU)
         who, tokens, placed = self.known(data)
-        rec, ops = self.core.prefetch(packed(tokens), who, placed)
+        rec, ops = self.core.prefetch(packed(tokens), who, placed, most=most)
+        if most is not None:
+            disk = [p for o in ops for p in o.parts if p.kind is Kind.HISTORY and p.key]
+            assert len(disk) <= most
         REACHED["prefetch in flight"] += not rec.done
         self.run(ops)
         if cancel:
@@ -657,7 +761,8 @@ EVERYWHERE = (
     "cleared during drop", "prefetch in flight", "prefetch cancelled", "pinned and evicted",
     "restoring with a reserve", "restarted with pages on disk", "found after a restart",
     "corrupted", "replayed", "expired", "pinned a checkpoint", "found bad by two",
-    "tail lost to a failed step",
+    "tail lost to a failed step", "dearer to load than to compute", "restore in stages",
+    "settled early", "settled early on something",
 )  # fmt: skip
 SELDOM = {"resume refused": 20, "partial drop": 20, "died before a deletion": 20}
 LEAST = dict.fromkeys(EVERYWHERE, 100) | SELDOM
