@@ -88,6 +88,16 @@ def compress_write(
     write_normed(storage, slots[at], closed.values, weight, cos[at], sin[at], record, eps=eps)
 
 
-def index_query(query: Tensor, weights: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Indexer queries (n, heads, dim), rotated and then quantised as ``quantise_query`` does."""
-    return quantise_query(rope(query, cos, sin), weights)
+def index_query(
+    query: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, record: Record
+) -> tuple[Tensor, Tensor]:
+    """Indexer queries (n, heads, dim) and weights (n, heads) as ``index_topk`` takes them beside
+    keys of ``record``.
+
+    Rotated; beside packed keys then quantised, weights and all, as ``quantise_query`` does; beside
+    plain rows rounded once to the query's type, and the weights stay as they are.
+    """
+    turned = rope(query, cos, sin)
+    if record.pack is None:
+        return turned.to(query.dtype), weights
+    return quantise_query(turned, weights)

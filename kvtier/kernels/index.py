@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtier.config import parse_bytes
+from kvtier.kernels.casts import e4m3_values
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.records import Record, read_records
 from kvtier.kernels.slots import closed_entries, entry_slots
@@ -31,14 +32,16 @@ def index_topk(
 ) -> Tensor:
     """The entries (n, topk) int32 that each query attends to, ascending, -1 behind.
 
-    ``query`` (n, heads, dim) rotated, ``weights`` (n, heads) with every constant folded in,
-    ``keys`` the pages (or plain rows) of ``record``.  The score of entry j is the sum over heads of
-    ``weights * relu(query . key_j)``.  A query at position t sees entries below
-    ``(t + 1) // ratio``: all of them where they are at most ``topk``, otherwise those of the
+    ``query`` (n, heads, dim) rotated, e4m3 codes if uint8; ``weights`` (n, heads) with every
+    constant folded in; ``keys`` the pages (or plain rows) of ``record``.  The score of entry j is
+    the sum over heads of ``weights * relu(query . key_j)``.  A query at position t sees entries
+    below ``(t + 1) // ratio``: all of them where they are at most ``topk``, otherwise those of the
     highest scores, and of equal scores the smaller entries (0 and -0 are equal).  A padding row
     gets -1 alone.  Raises ValueError where the block table lacks a page that is needed.
     """
     n, heads, dim = query.shape
+    if query.dtype is torch.uint8:
+        query = e4m3_values(query.contiguous())
     out = torch.full((n, topk), -1, dtype=torch.int32, device=query.device)
     exact = torch.promote_types(query.dtype, torch.float32)
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")

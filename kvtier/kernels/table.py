@@ -54,7 +54,7 @@ class Case:
     """Key and value width of attention; row width of a writer, compressor, indexer, of a query's
     head, or where keys are their own values."""
     dtype: torch.dtype
-    """Of queries and of values to write, whatever they are packed into."""
+    """Of queries and of values to write, whatever they are packed into; uint8: e4m3 codes."""
     device: str
     """Device type: "cpu", "cuda"."""
 
@@ -99,6 +99,8 @@ _FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 _SINGLES = _HALVES | {torch.float32}
 _ANY = frozenset({"cpu", "cuda"})
+_CODES = frozenset({torch.uint8})
+"""What ``index_query`` makes of queries for packed keys."""
 _CUDA = frozenset({"cuda"})
 _ABSORBED = frozenset({(576, 512)})
 _WHOLE = frozenset({(192, 128)})
@@ -170,6 +172,7 @@ _ROWS: tuple[_Row, ...] = (
             ("compress_write", "compress", "compress_write", _SINGLES, _V4_RECORDS),
             ("head_norm_rope", "query", "head_norm_rope", _SINGLES, (_DENSE,)),
             ("inverse_rope", "query", "inverse_rope", _SINGLES, (_DENSE,)),
+            ("index_query", "query", "index_query", _SINGLES, _INDEX_RECORDS),
         )
         for record in of
     ),
@@ -180,31 +183,30 @@ _ROWS: tuple[_Row, ...] = (
             "triton",
             _triton("index", "index_topk"),
             frozenset({(128,)}),
-            _SINGLES,
+            _SINGLES if record == _DENSE else _SINGLES | _CODES,
             _CUDA,
         )
         for record in _INDEX_RECORDS
-    ),
-    _Row(
-        "index_query",
-        _DENSE,
-        "triton",
-        _triton("query", "index_query"),
-        frozenset({(128,)}),
-        _SINGLES,
-        _CUDA,
     ),
     *(
         _Row(operation, _DENSE, "torch", run, None, _FLOATS, _ANY)
         for operation, run in (
             ("head_norm_rope", query.head_norm_rope),
             ("inverse_rope", query.inverse_rope),
-            ("index_query", fused.index_query),
         )
     ),
     *(
-        _Row(operation, record.name, "torch", run, _dims(record), _FLOATS, _ANY)
+        _Row(
+            operation,
+            record.name,
+            "torch",
+            run,
+            _dims(record),
+            _FLOATS | _CODES if operation == "index_topk" and record.planes else _FLOATS,
+            _ANY,
+        )
         for operation, run, names in (
+            ("index_query", fused.index_query, _INDEX_RECORDS),
             ("write_normed", fused.write_normed, _V4_RECORDS),
             ("compress_write", fused.compress_write, _V4_RECORDS),
             ("write_record", records.write_records, tuple(records.RECORDS)),

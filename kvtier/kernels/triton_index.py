@@ -50,6 +50,8 @@ def index_topk(
     page_stride, per_page, there = pool_of(keys, record)
     if dim != 128 or weights.shape != (n, heads):
         raise ValueError(f"query {tuple(query.shape)}, weights {tuple(weights.shape)}")
+    if query.dtype is torch.uint8 and record.pack is None:
+        raise ValueError("codes are asked of packed keys")
     out = torch.empty(n, topk, dtype=torch.int32, device=query.device)
     where = (batch.cu_seqlens_q, batch.kv_lens_device, batch.kv_lens_device.shape[0])
     bound = max(batch.kv_lens, default=0) // ratio
@@ -108,9 +110,9 @@ def _dot(query: Tensor, keys: Tensor, record: Record, *, on_gpu: bool) -> str:
     if record.pack is None and (keys.dtype != query.dtype or query.dtype != torch.bfloat16):
         return "tf32x3"
     # The interpreter multiplies no bfloat16.
-    if query.dtype == torch.bfloat16 and on_gpu:
+    if query.dtype in (torch.bfloat16, torch.uint8) and on_gpu:
         return "bf16"
-    return "tf32" if query.element_size() == 2 else "tf32x3"
+    return "tf32" if query.element_size() <= 2 else "tf32x3"
 
 
 def _queries_at_a_time(workspace: int, bound: int) -> int:
@@ -231,10 +233,11 @@ def _select(
 
 @triton.jit
 def _operand(x, DOT: tl.constexpr):
+    wide = _e4m3_values(x) if x.dtype == tl.uint8 else widened(x)
     if DOT == "bf16":
-        return cast(widened(x), tl.bfloat16)
+        return cast(wide, tl.bfloat16)
     else:  # said for the compiler, which looks at one branch then
-        return widened(x)
+        return wide
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtier.kernels.records import Record
 from kvtier.kernels.triton_values import (
     cast,
     over_root_mean_square,
@@ -35,8 +36,12 @@ def inverse_rope(
     return _turn(values, cos, sin, 0.0, dtype, norm=False, inverse=True)
 
 
-def index_query(query: Tensor, weights: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def index_query(
+    query: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, record: Record
+) -> tuple[Tensor, Tensor]:
     """``kvtier.kernels.index_query``, for heads of 128 values."""
+    if record.pack is None:
+        return _turn(query, cos, sin, 0.0, query.dtype, norm=False, inverse=False), weights
     query, cos, sin = adjacent(query), adjacent(cos), adjacent(sin)
     n, heads, dim = _check(query, cos, sin)
     if dim != 128 or weights.shape != (n, heads):

@@ -14,6 +14,7 @@ from kvtier.layouts import mla, swa_c4_c128
 from kvtier_deepseek import UnsupportedModel, attach, backends, layout_for
 from tests.adapter.fake_step import FakeCache, FakeSequence
 from tests.adapter.models import full_logits, tiny_model
+from tests.adapter.test_v4_parity import USED
 from tests.adapter.v4_kit import (
     expected,
     feed,
@@ -214,6 +215,37 @@ class TestStructure:
         with pytest.raises(UnsupportedModel, match="apply_rotary_pos_emb"):
             try_attach(model)
 
+    @pytest.mark.parametrize(
+        ("where", "fault", "says"),
+        [
+            ("0.q_b_norm", "eps", "q_b_norm has no number variance_epsilon"),
+            ("0.kv_norm", "apart", "different epsilons"),
+            ("1.compressor.kv_norm", "offset", "compressor.kv_norm is no root mean square norm"),
+            ("1.compressor.indexer.kv_norm", "mean", "indexer.kv_norm is no root mean square norm"),
+            ("2.compressor.kv_norm", "twice", "compressor.kv_norm is no root mean square norm"),
+        ],
+    )
+    def test_norms_that_are_others(self, where: str, fault: str, says: str) -> None:
+        model = small()
+        layer, *path = where.split(".")
+        norm = attention(model, int(layer))
+        for name in path:
+            norm = getattr(norm, name)
+        right = norm.forward
+        wrong: dict[str, Any] = {
+            "offset": lambda x: right(x) * (1 + 1 / norm.weight),  # weights that begin at 0
+            "mean": lambda x: right(x - x.mean(-1, keepdim=True)),
+            "twice": lambda x: 2 * right(x),
+        }
+        if fault == "eps":
+            del norm.eps
+        elif fault == "apart":
+            norm.variance_epsilon = 1e-5
+        else:
+            norm.forward = wrong[fault]
+        with pytest.raises(UnsupportedModel, match=says):
+            try_attach(model)
+
     def test_a_subclass_defined_elsewhere(self) -> None:
         model = small()
 
@@ -276,7 +308,7 @@ class TestOptions:
 
     def test_the_table_lists_what_is_used(self) -> None:
         operations = {row["operation"] for row in backends() if row["available"] == "yes"}
-        assert {"write_record", "compress", "index_topk", "sparse_attend"} <= operations
+        assert {case.split()[0] for case in USED} <= operations
 
     def test_little_workspace_gives_the_same(self) -> None:
         model = small()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtier import Cache, Lease, Span, Tier
-from kvtier.kernels import RECORDS, write_records
+from kvtier.kernels import RECORDS, norm_rope, write_records
 from kvtier.layouts import swa_c4_c128
 from kvtier_deepseek import Adapter, attach, generate
 from kvtier_deepseek.v4.attention import V4Attention
@@ -201,14 +201,15 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.windows: dict[int, list[Tensor]] = {}
         self.states: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
-        write, kernel = V4Attention._write_window, V4Attention._kernel
+        kernel = V4Attention._kernel
 
-        def noting_write(layer: Any, run: Any, view: Any, values: Tensor) -> None:
-            self.windows.setdefault(layer.index, []).append(values.clone())
-            write(layer, run, view, values)
+        def noting_kernel(layer: Any, run: Any, key: str) -> Any:
+            found = kernel(layer, run, key)
 
-        def noting_kernel(layer: Any, run: Any, operation: str) -> Any:
-            found = kernel(layer, run, operation)
+            def write(rows: Tensor, slots: Tensor, values: Tensor, *turn: Any, eps: float) -> None:
+                stored = norm_rope(values, *turn[:3], eps=eps)
+                self.windows.setdefault(layer.index, []).append(stored)
+                found(rows, slots, values, *turn, eps=eps)
 
             def compress(kv: Tensor, score: Tensor, states: Any, *rest: Any, **options: Any) -> Any:
                 key = layer.index, kv.shape[1] // len(states)
@@ -218,9 +219,10 @@ class Seen:
                     kept.append(rows.clone())
                 return found(kv, score, states, *rest, **options)
 
-            return compress if operation == "compress" else found
+            if key == "write_normed":
+                return write
+            return compress if key.startswith("compress_write") else found
 
-        monkeypatch.setattr(V4Attention, "_write_window", noting_write)
         monkeypatch.setattr(V4Attention, "_kernel", noting_kernel)
 
 

@@ -171,9 +171,15 @@ def rounded_index(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rounded_logits(model: Any, tokens: list[int]) -> Tensor:
-    """HF's own eager pass, with every cached row rounded as records round it."""
+    """HF's own eager pass, with every cached row and index query rounded as the adapter does."""
     from transformers import DynamicCache
 
+    scorers = [m for m in model.modules() if type(m).__name__.endswith("IndexerScorer")]
+    assert scorers
+    hooks = [
+        scorer.register_forward_pre_hook(lambda _, args: (rounded_index(args[0]), *args[1:]))
+        for scorer in scorers
+    ]
     held = DynamicCache(config=model.config)
     for layer in held.layers:
         update = layer.update
@@ -195,5 +201,7 @@ def rounded_logits(model: Any, tokens: list[int]) -> Tensor:
     known = inspect.signature(model.forward).parameters
     keyword = "cache" if "cache" in known else "past_key_values"
     out = model(input_ids=torch.tensor([tokens]), use_cache=True, **{keyword: held})
+    for hook in hooks:
+        hook.remove()
     logits: Tensor = out.logits[0]
     return logits

@@ -105,15 +105,17 @@ def queries() -> Iterator[tuple[str, Callable[[], Any]]]:
         index = torch.zeros(3, 64, 128, dtype=dtype)
         yield (
             f"index_query 128 {short}",
-            lambda q=index: triton_query.index_query(q, torch.zeros(3, 64), turns, turns),
+            lambda q=index: triton_query.index_query(
+                q, torch.zeros(3, 64), turns, turns, RECORDS["index_fp8"]
+            ),
         )
 
 
 def indexes() -> Iterator[tuple[str, Callable[[], Any]]]:
     batch = batch_of([(3, 9000)])
-    for dtype in FLOATS:
+    for dtype in (*FLOATS, torch.uint8):
         query = torch.zeros(3, 64, 128, dtype=dtype)
-        for name in ("index_fp8", "index_mxfp4", "dense"):
+        for name in ("index_fp8", "index_mxfp4", "dense")[: 2 if dtype is torch.uint8 else 3]:
             for topk in (512, 4096):
                 yield (
                     f"index_topk {name} {str(dtype).removeprefix('torch.')} of {topk}",

@@ -27,6 +27,7 @@ from kvtier.kernels import (
     write_normed,
     write_records,
 )
+from kvtier.kernels.casts import e4m3_codes
 from tests.unit.mla_cases import MlaCase
 from tests.unit.v4_cases import batch_of
 
@@ -176,6 +177,7 @@ def check_compress_write(
 def check_query(
     run: Callable[..., Any],
     reference: Callable[..., Any],
+    record: str,
     dim: int,
     dtype: torch.dtype,
     device: str,
@@ -184,7 +186,9 @@ def check_query(
     query[1, 1] = 0
     weights, rotation = torch.randn(3, 2).to(dtype), turns(3)
     arguments = (query, weights, *rotation) if reference is index_query else (query, *rotation)
-    options: list[dict[str, Any]] = [{}] if reference is index_query else [{}, {"dtype": dtype}]
+    options: list[dict[str, Any]] = [{}, {"dtype": dtype}]
+    if reference is index_query:
+        options = [{"record": RECORDS[record]}]
     for each in options:
         if reference is head_norm_rope:
             each["eps"] = 1e-6
@@ -230,8 +234,11 @@ def check_index_topk(
     slots = torch.arange(keys.shape[0] * (1 if record == "dense" else 64))
     # Few distinct scores, exact in every type: ties, and the same choice whatever the order.
     write_records(keys, slots, torch.randint(-2, 3, (len(slots), dim)).float(), RECORDS[record])
-    query = torch.randint(-1, 2, (7, 4, dim)).to(dtype)
-    weights = torch.randint(-1, 3, (7, 4)).to(dtype)
+    query, weights = torch.randint(-1, 2, (7, 4, dim)), torch.randint(-1, 3, (7, 4))
+    if dtype is torch.uint8:
+        query, weights = e4m3_codes(query.float()), weights.float()
+    else:
+        query, weights = query.to(dtype), weights.to(dtype)
     options: dict[str, Any] = {"ratio": 4, "topk": 32, "record": RECORDS[record]}
     expected = index_topk(query, weights, keys, batch, **options)
     moved = batch_of([(3, 300), (1, 0), (2, 700), (1, 3)], device=device)
@@ -313,7 +320,7 @@ def test_row(row: dict[str, str], dtype: torch.dtype, device: str, place: str) -
             kernel = select(Case(operation, record, (width,), dtype, device), backend=backend)
             assert kernel.backend == backend
             if check is None:
-                check_query(kernel.run, QUERY_SIDE[operation], width, dtype, place)
+                check_query(kernel.run, QUERY_SIDE[operation], record, width, dtype, place)
             else:
                 check(kernel.run, record, width, dtype, place)
         return

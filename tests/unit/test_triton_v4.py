@@ -105,7 +105,8 @@ class Decode:
         kernels["write_records"](
             k["index"], i["index_slots"], i["query"][:, 0], RECORDS["index_fp8"]
         )
-        codes, folded = kernels["index_query"](i["query"], i["weights"], cos, sin)
+        packed = RECORDS["index_fp8"]
+        codes, folded = kernels["index_query"](i["query"], i["weights"], cos, sin, packed)
         chosen = kernels["index_topk"](
             i["query"],
             i["weights"],

@@ -158,7 +158,7 @@ class Adapter:
         keep = (torch.arange(tokens) if all_logits else ends).to(device.input_ids.device)
         if tokens == 0:
             return self._no_logits(device.input_ids.device)
-        run = self._family.make_run(step, device)
+        run = self._family.make_run(step, device, None)
         token = _RUN.set(run)
         try:
             with torch.no_grad():

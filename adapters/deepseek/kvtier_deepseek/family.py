@@ -79,9 +79,16 @@ class Family(Protocol):
     def check_step(self, step: StepLike, device: DeviceStepLike) -> None:
         """Check metadata that kvtier has not made.  Raises LayoutMismatch or TokenError."""
 
-    def make_run(self, step: StepLike, device: DeviceStepLike) -> Run:
+    def make_run(self, step: StepLike, device: DeviceStepLike, bound: int | None) -> Run:
         """What all layers of this step share; ``device`` may have padding rows behind the step's
-        own."""
+        own.
+
+        With ``bound`` of any decode step with ``device``'s arrays, whatever they hold by then: of
+        one token a row, and no more than ``bound`` KV tokens.
+        """
+
+    def capture(self, step: StepLike, device: DeviceStepLike) -> None:
+        """Copy what checkpoints due in a decode step hold, which has run with ``bound``."""
 
     def warmup(self) -> None:
         """Run every kernel that a step may need once, on scratch pages."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from kvtier import LayoutMismatch, TokenError
@@ -18,16 +19,20 @@ __all__ = [
     "CaptureLike",
     "DeviceStepLike",
     "LayerRows",
+    "RowLens",
     "StepLike",
     "TailDeviceStepLike",
     "TailRows",
     "TailStepLike",
-    "padded_lens",
+    "row_lens",
+    "upload",
     "validate_step",
     "validate_tail_step",
 ]
 
 IntArray = npt.NDArray[np.int32]
+RowLens = tuple[tuple[int, ...], tuple[int, ...]]
+"""Query and KV lengths of a batch's rows, as the host knows them."""
 
 
 class LayerRows(Protocol):
@@ -117,13 +122,26 @@ class TailStepLike(StepLike, Protocol):
     def captures(self) -> Sequence[CaptureLike]: ...
 
 
-def padded_lens(step: StepLike, device: DeviceStepLike) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Query and KV lengths of ``device``'s rows; a padding row has one query and KV length 0."""
-    padding = int(device.kv_lens.shape[0]) - int(step.kv_lens.shape[0])
+def row_lens(step: StepLike, device: DeviceStepLike, bound: int | None) -> RowLens:
+    """Lengths of ``device``'s rows; a padding row has one query and KV length 0.
+
+    With ``bound``, of any decode step of that many rows: one query each, and the KV length that
+    none exceeds.
+    """
+    rows = int(device.kv_lens.shape[0])
+    if bound is not None:
+        return (1,) * rows, (bound,) * rows
+    padding = rows - int(step.kv_lens.shape[0])
     return (
         (*step.query_lens.tolist(), *[1] * padding),
         (*step.kv_lens.tolist(), *[0] * padding),
     )
+
+
+def upload(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
+    """A copy on ``device``, queued on its current stream without waiting."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def validate_step(

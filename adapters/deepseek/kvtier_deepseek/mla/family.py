@@ -12,7 +12,7 @@ from kvtier.kernels import Case, HeadDims, select_all, workspace_rows
 from kvtier.layouts import Layout
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.errors import UnsupportedModel
-from kvtier_deepseek.metadata import DeviceStepLike, StepLike, validate_step
+from kvtier_deepseek.metadata import DeviceStepLike, StepLike, row_lens, validate_step
 from kvtier_deepseek.mla import structure
 from kvtier_deepseek.mla.attention import COMPONENT, MlaAttention, MlaRun
 from kvtier_deepseek.mla.config import head_dims
@@ -49,10 +49,16 @@ class MlaFamily:
         slots = device.layer(self._layers[0].index).rows(COMPONENT).shape[0]
         validate_step(step, page_tokens=page_tokens, num_pages=slots // page_tokens)
 
-    def make_run(self, step: StepLike, device: DeviceStepLike) -> MlaRun:
+    def make_run(self, step: StepLike, device: DeviceStepLike, bound: int | None) -> MlaRun:
         return make_run(
-            step, device, page_tokens=self._page_tokens, max_absorbed=self._max_absorbed
+            device,
+            row_lens(step, device, bound),
+            page_tokens=self._page_tokens,
+            max_absorbed=self._max_absorbed,
         )
+
+    def capture(self, step: StepLike, device: DeviceStepLike) -> None:
+        pass
 
     def warmup(self) -> None:
         self._layers[0].warmup(self._page_tokens)

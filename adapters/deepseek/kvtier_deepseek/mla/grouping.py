@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtier.kernels import HeadDims, PagedBatch
-from kvtier_deepseek.metadata import DeviceStepLike, StepLike, padded_lens
+from kvtier_deepseek.metadata import DeviceStepLike, RowLens
 from kvtier_deepseek.mla.attention import Form, Group, MlaRun
 
 __all__ = ["absorb_limit", "make_run"]
@@ -29,13 +29,13 @@ def absorb_limit(dims: HeadDims) -> int:
 
 
 def make_run(
-    step: StepLike, device: DeviceStepLike, *, page_tokens: int, max_absorbed: int
+    device: DeviceStepLike, lens: RowLens, *, page_tokens: int, max_absorbed: int
 ) -> MlaRun:
     """A run of this step: sequences with at most ``max_absorbed`` queries absorbed, others not.
 
-    ``device`` may have padding rows behind the step's own: one query, KV length 0 each.
+    ``lens`` are those of ``device``'s rows, padding rows too.
     """
-    query_lens, kv_lens = padded_lens(step, device)
+    query_lens, kv_lens = lens
     few = [b for b, q in enumerate(query_lens) if q <= max_absorbed]
     many = [b for b, q in enumerate(query_lens) if q > max_absorbed]
     forms: tuple[tuple[Form, list[int]], ...] = (("absorbed", few), ("materialised", many))

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,15 +23,18 @@ from kvtier.layouts import Component, Layout
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.metadata import (
     DeviceStepLike,
+    RowLens,
     StepLike,
     TailDeviceStepLike,
     TailStepLike,
-    padded_lens,
+    row_lens,
+    upload,
     validate_tail_step,
 )
 from kvtier_deepseek.v4 import structure
-from kvtier_deepseek.v4.attention import WINDOW, V4Attention, V4Run
+from kvtier_deepseek.v4.attention import STREAMS, WINDOW, Captures, V4Attention, V4Run
 from kvtier_deepseek.v4.config import Attention, attention_of
+from kvtier_deepseek.v4.scratch import Scratch
 
 __all__ = ["V4Family", "v4_family"]
 
@@ -72,9 +76,35 @@ class V4Family:
             num_states=min(pools[c.name] for c in self._layout.states),
         )
 
-    def make_run(self, step: StepLike, device: DeviceStepLike) -> V4Run:
+    def make_run(self, step: StepLike, device: DeviceStepLike, bound: int | None) -> V4Run:
         step, device = cast(TailStepLike, step), cast(TailDeviceStepLike, device)
-        query_lens, kv_lens = padded_lens(step, device)
+        captures = None
+        if step.captures and bound is None:
+            captures = self._captures(step, device.input_ids.device)
+        return self._run(device, row_lens(step, device, bound), captures)
+
+    def capture(self, step: StepLike, device: DeviceStepLike) -> None:
+        step, device = cast(TailStepLike, step), cast(TailDeviceStepLike, device)
+        if step.captures:
+            captures = self._captures(step, device.input_ids.device)
+            for layer in self._layers:
+                layer.capture(device.layer(layer.index), captures, device.state_slots)
+
+    def warmup(self) -> None:
+        """One token at the end of a context that there is something to choose from."""
+        for layer in {layer.ratio: layer for layer in self._layers}.values():
+            m: Any = layer.module
+            topk = m.compressor.indexer.index_topk if layer.ratio == 4 else 0
+            pages = 4 * topk // self._layout.page_tokens + 1
+            scratch = Scratch(self._layout, m.sinks.device, pages)
+            run = self._run(scratch, ((1,), (scratch.length,)), scratch.captures)
+            weight = m.q_a_proj.weight
+            turns = weight.new_zeros(1, 1, int(self._layout.meta["rope_dim"]) // 2)
+            hidden = weight.new_zeros(1, 1, weight.shape[1])
+            layer(run, hidden, {m.rope_layer_type: (turns, turns)})
+
+    def _run(self, device: TailDeviceStepLike, lens: RowLens, captures: Captures | None) -> V4Run:
+        query_lens, kv_lens = lens
         batch = PagedBatch(
             query_lens=query_lens,
             kv_lens=kv_lens,
@@ -85,14 +115,10 @@ class V4Family:
         )
         window = self._windows
         assert window.window is not None
-        where = device.input_ids.device
-        frames = [c.frame for c in step.captures]
         return V4Run(
             step=device,
             batch=batch,
-            captures=tuple((c.row, c.position) for c in step.captures),
-            capture_frames=torch.tensor(frames, dtype=torch.int64, device=where),
-            captured_pages=self._captured_pages(step).to(where),
+            captures=captures,
             window_slots=window_slots(
                 batch,
                 device.window_table,
@@ -102,22 +128,24 @@ class V4Family:
             c128_slots=c128_slots(batch) if self._has_c128 else None,
         )
 
-    def warmup(self) -> None:
-        kinds = {layer.ratio: layer for layer in self._layers}
-        for layer in kinds.values():
-            layer.warmup(self._layout.page_tokens)
-
-    def _captured_pages(self, step: TailStepLike) -> Tensor:
-        """(captures, pages) the window pages that each checkpoint holds, oldest first."""
-        count = self._layout.tail_windows
-        pages = [
+    def _captures(self, step: TailStepLike, device: torch.device) -> Captures:
+        """In one copy, so that nothing waits."""
+        count, slots = self._layout.tail_windows, self._windows.slots_per_page
+        table = np.array(
             [
-                int(step.window_table[c.row, c.position // self._windows.slots_per_page - i])
-                for i in range(count, 0, -1)
-            ]
-            for c in step.captures
-        ]
-        return torch.tensor(pages, dtype=torch.int64).reshape(len(pages), count)
+                (
+                    *(c.row, c.position, c.frame),
+                    *(
+                        step.window_table[c.row, c.position // slots - i]
+                        for i in range(count, 0, -1)
+                    ),
+                )
+                for c in step.captures
+            ],
+            dtype=np.int64,
+        )
+        moved = upload(table, device)
+        return Captures(moved[:, :3], moved[:, 3:])
 
 
 def v4_family(
@@ -154,7 +182,7 @@ def v4_family(
             index=layer.index,
             ratio=wanted.ratios[layer.index],
             groups=int(config.o_groups),
-            rotation=structure.rotation_of(layer.module, wanted.rope_dim),
+            eps=layer.eps,
             components={c.name: c for c in layout.components},
             records=records,
             kernels=kernels,
@@ -209,17 +237,27 @@ def _check_component(mine: Component, needed: Component, layout: Layout) -> None
 def _cases(
     wanted: Attention, records: Mapping[str, Record], dtype: torch.dtype, device: str
 ) -> dict[str, Case]:
-    entry = records[WINDOW].name
-    # Pooled entries are float32 whatever the model is.
+    def case(operation: str, record: str, dim: int, dtype: torch.dtype = dtype) -> Case:
+        return Case(operation, record, (dim,), dtype, device)
+
+    entry, dim = records[WINDOW].name, wanted.head_dim
     cases = {
-        "write_record": Case("write_record", entry, (wanted.head_dim,), dtype, device),
-        "sparse_attend": Case("sparse_attend", entry, (wanted.head_dim,), dtype, device),
-        "compress": Case("compress", "dense", (wanted.head_dim,), torch.float32, device),
+        "head_norm_rope": case("head_norm_rope", "dense", dim),
+        "inverse_rope": case("inverse_rope", "dense", dim),
+        "write_normed": case("write_normed", entry, dim),
+        "sparse_attend": case("sparse_attend", entry, dim),
     }
+    for stream in (s for ratio in set(wanted.ratios) for s in STREAMS[ratio]):
+        of_index = stream.entries == INDEX
+        cases[stream.kernel] = case(
+            "compress_write",
+            records[stream.entries].name,
+            wanted.index_dim if of_index else dim,
+        )
     if INDEX in records:
-        index, dim = records[INDEX].name, (wanted.index_dim,)
-        cases["write_index_record"] = Case("write_record", index, dim, torch.float32, device)
-        cases["index_topk"] = Case("index_topk", index, dim, dtype, device)
+        index, codes = records[INDEX].name, torch.uint8 if records[INDEX].planes else dtype
+        cases["index_query"] = case("index_query", index, wanted.index_dim)
+        cases["index_topk"] = case("index_topk", index, wanted.index_dim, codes)
     return cases
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvtier.kernels import rms_norm
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.v4.config import Attention
 
-__all__ = ["AttentionLayer", "attention_layers", "looks_like_v4", "rotation_of"]
+__all__ = ["AttentionLayer", "attention_layers", "looks_like_v4"]
 
 PARTS = (
     "q_a_proj",
@@ -31,8 +32,7 @@ INDEXER_PARTS = (*COMPRESSOR_PARTS, "q_b_proj", "scorer")
 MARKS = ("kv_proj", "q_a_proj", "o_a_proj", "o_b_proj")
 """Two of these make a module one that was meant to be V4 attention."""
 
-Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(..., heads, n, dim), cos and sin (1, n, pairs) -> the same with its last values rotated."""
+EPSILONS = ("variance_epsilon", "eps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class AttentionLayer:
     name: str
     index: int
     module: nn.Module
+    eps: float
+    """Of its norms."""
 
 
 def looks_like_v4(model: nn.Module) -> bool:
@@ -66,7 +68,8 @@ def attention_layers(model: nn.Module, config: Any, wanted: Attention) -> list[A
         if not 0 <= index < len(wanted.ratios):
             raise UnsupportedModel(f"{name} lies outside num_hidden_layers={len(wanted.ratios)}")
         _check_layer(name, module, wanted, wanted.ratios[index], config)
-        found[index] = AttentionLayer(name, index, module)
+        _check_rotation(module, wanted.rope_dim)
+        found[index] = AttentionLayer(name, index, module, _eps(name, module, wanted))
     if missing := [i for i in range(len(wanted.ratios)) if i not in found]:
         raise UnsupportedModel(f"layers {missing} have no attention that this adapter knows")
     return [layer for _, layer in sorted(found.items())]
@@ -154,18 +157,44 @@ def _check_shape(name: str, module: nn.Module, parameter: str, shape: tuple[int,
         raise UnsupportedModel(f"{name}.{parameter} has shape {size}, the layer needs {shape}")
 
 
-def rotation_of(module: nn.Module, rope_dim: int) -> Rotation:
-    """The rope function that the module's own modelling code calls.
+def _eps(name: str, module: Any, wanted: Attention) -> float:
+    """The one epsilon of a layer's norms of heads, window rows and entries, each of which must be
+    a root mean square norm.  Raises UnsupportedModel naming the one that is not."""
+    norms = [(f"{name}.q_b_norm", module.q_b_norm, wanted.head_dim)]
+    norms.append((f"{name}.kv_norm", module.kv_norm, wanted.head_dim))
+    if module.compressor is not None:
+        norms.append((f"{name}.compressor.kv_norm", module.compressor.kv_norm, wanted.head_dim))
+        if (indexer := getattr(module.compressor, "indexer", None)) is not None:
+            norms.append((f"{name}.compressor.indexer.kv_norm", indexer.kv_norm, wanted.index_dim))
+    found = {where: _probe_norm(where, norm, dim) for where, norm, dim in norms}
+    if len(set(found.values())) > 1:
+        raise UnsupportedModel(f"the norms of a layer have different epsilons: {found}")
+    return next(iter(found.values()))
 
-    Raises UnsupportedModel where that code has none, or one that does not turn adjacent pairs of
-    the last ``rope_dim`` values.
-    """
+
+@torch.no_grad()
+def _probe_norm(name: str, norm: nn.Module, dim: int) -> float:
+    eps = next((e for a in EPSILONS if isinstance(e := getattr(norm, a, None), float)), None)
+    if eps is None:
+        raise UnsupportedModel(f"{name} has no number {EPSILONS[0]}")
+    weight = getattr(norm, "weight", None)
+    device = None if weight is None else weight.device
+    # Small enough that epsilon shows.
+    values = torch.linspace(-1, 2, dim, device=device)[None] * eps**0.5
+    normed = norm(values)
+    if not torch.allclose(normed, rms_norm(values, weight, eps=eps), rtol=1e-3, atol=1e-4):
+        raise UnsupportedModel(f"{name} is no root mean square norm")
+    return eps
+
+
+def _check_rotation(module: nn.Module, rope_dim: int) -> None:
+    """Raises UnsupportedModel where the modelling code has no rope function, or one that does not
+    turn adjacent pairs of the last ``rope_dim`` values."""
     for cls in type(module).__mro__:
         found = getattr(sys.modules.get(cls.__module__), "apply_rotary_pos_emb", None)
         if found is not None:
             _probe(found, rope_dim)
-            rotation: Rotation = found
-            return rotation
+            return
     raise UnsupportedModel(f"{type(module).__module__} has no rope function apply_rotary_pos_emb")
 
 
