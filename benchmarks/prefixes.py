@@ -156,6 +156,7 @@ class Prefix:
         seen = self._watch = Restore()
         with self.cache.lease(self._prompt) as lease:
             length = lease.ready.result(timeout=TIMEOUT_S)
+            self._wait()  # a restore may end when its copies are queued
             seen.ready = seen.now()
             self._first_step(lease)
             seen.stepped = seen.now()

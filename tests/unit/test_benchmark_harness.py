@@ -6,10 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks import compare, harness, run
+from benchmarks import bench_tiers, bench_ttft, compare, harness, run
 from benchmarks.harness import Result
+from benchmarks.prefixes import Prefix, RawFile
 from benchmarks.workload import Workload
+from kvtier import Tier
+from kvtier.layouts import swa_c4_c128
 
 
 def result(name: str = "match_us", median: float = 10.0, unit: str = "us", **params: int) -> Result:
@@ -131,3 +135,74 @@ def test_workload_shares_exactly_the_prefixes() -> None:
     assert not {ids[32 * 4 :] for ids in half} & {ids[32 * 4 :] for ids in stored}
     assert not {ids.tobytes()[: 32 * 4] for ids in work.misses()} & prefixes
     assert [ids.tobytes() for ids in work.stored()] == stored
+
+
+def prefix(where: Path) -> Prefix:
+    layout = swa_c4_c128(layer_ratios=(0, 4, 128))
+    return Prefix(layout, 4 * layout.page_tokens, device="cpu", disk=where / "cache", threads=2)
+
+
+def test_a_restore_is_timed_by_stages_that_follow_one_another(tmp_path: Path) -> None:
+    with prefix(tmp_path) as it:
+        for source, lost in ((Tier.CPU, [Tier.GPU]), (Tier.DISK, [Tier.GPU, Tier.CPU])):
+            it.forget(*lost)
+            seen = it.restore(source)
+            stages = seen.parts()
+            assert min(stages.values()) > 0
+            assert sum(stages.values()) == pytest.approx(seen.stepped)
+            assert 0 < seen.planned < seen.started < seen.moved < seen.ready < seen.stepped
+        with pytest.raises(AssertionError, match="DISK"):  # it is on the device now
+            it.restore(Tier.DISK)
+
+
+def test_a_page_that_comes_back_changed_ends_the_benchmark(tmp_path: Path) -> None:
+    with prefix(tmp_path) as it:
+        it.forget(Tier.GPU)
+        it.plane.host.frames[:, 0] ^= 1
+        with pytest.raises(AssertionError, match="came back changed"):
+            it.restore(Tier.CPU)
+
+
+def test_raw_file_reads_what_it_wrote(tmp_path: Path) -> None:
+    with RawFile(tmp_path / "raw", 100_000, depth=2, piece=16384) as raw:
+        was = bytes(raw.memory)
+        assert len(was) == 102_400  # whole blocks
+        assert raw.write(groups=3) > 0
+        raw.memory[:] = bytes(len(was))
+        assert raw.read() > 0
+        assert bytes(raw.memory) == was
+    assert (tmp_path / "raw").read_bytes() == was
+
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there it takes its time")
+
+
+@without_gpu
+def test_restores_are_told_beside_what_the_bytes_take(tmp_path: Path) -> None:
+    results = bench_ttft.run(True, where=str(tmp_path))
+    assert {r.params["from"] for r in results} == {"host", "disk"}
+    floors = {(r.params["tokens"], r.params["from"]): r for r in results if r.name == "bytes_ms"}
+    assert len(floors) == 4
+    for r in results:
+        if r.name in ("restore_ms", "first_token_ms"):
+            assert r.baseline == floors[r.params["tokens"], r.params["from"]].median
+    assert not list(tmp_path.iterdir())
+
+
+@without_gpu
+def test_ways_down_and_back_are_told_beside_the_raw_file(tmp_path: Path) -> None:
+    results = bench_tiers.run(True, where=str(tmp_path))
+    names = [r.name for r in results]
+    assert names == 2 * [
+        "raw_write", "store_to_durable", "raw_read", "disk_to_device", "disk_to_device",
+    ]  # fmt: skip
+    assert [r.baseline for r in results[:2]] == [None, results[0].median]
+    assert [r.baseline for r in results[2:5]] == [None, results[2].median, results[2].median]
+    assert not list(tmp_path.iterdir())
+
+
+@without_gpu
+@pytest.mark.parametrize("name", ["step", "pipeline"])
+def test_without_a_gpu_others_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([name, "--quick"]) == 0
+    assert "needs a CUDA device" in capsys.readouterr().out
