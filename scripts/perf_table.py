@@ -58,6 +58,43 @@ def _policy(result: Result) -> str:
     return f"{policy}" if eviction == "none" else f"{policy}, {eviction}"
 
 
+def by_prefix(results: Sequence[Result]) -> str:
+    """One row a prefix and the tier it came from; below, what each stage of its way took."""
+    found = {r.key: r for r in results}
+    cases = [r for r in results if r.name == "restore_ms"]
+
+    def cell(like: Result, name: str, **more: str) -> str:
+        params = {**like.params, **more} if name != "recompute_ms" else {"tokens": tokens(like)}
+        r = found.get((name, tuple(sorted(params.items()))))
+        return "" if r is None else f"{r.median:.3g}"
+
+    def tokens(r: Result) -> Any:
+        return r.params["tokens"]
+
+    whole = [
+        [
+            f"{tokens(r)}",
+            f"{r.params['mb']}",
+            f"{r.params['from']}",
+            "" if r.baseline is None else f"{r.baseline:.3g}",
+            f"{r.median:.3g} ({r.p10:.3g} .. {r.p90:.3g})",
+            "" if r.ratio is None else f"{1 / r.ratio:.2f}",
+            cell(r, "first_token_ms"),
+            cell(r, "recompute_ms"),
+        ]
+        for r in cases
+    ]
+    stages = list(dict.fromkeys(str(r.params["stage"]) for r in results if r.name == "stage_ms"))
+    parts = [
+        [f"{tokens(r)}", f"{r.params['from']}", *(cell(r, "stage_ms", stage=s) for s in stages)]
+        for r in cases
+    ]
+    header = [
+        "tokens", "MB", "from", "bytes alone", "ready", "ratio", "first token", "recomputed",
+    ]  # fmt: skip
+    return f"{table(whole, header)}\n\n{table(parts, ['tokens', 'from', *stages])}"
+
+
 def render(about: dict[str, Any], results: Sequence[Result]) -> str:
     """The tables and a line on what they were taken on."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
@@ -66,6 +103,8 @@ def render(about: dict[str, Any], results: Sequence[Result]) -> str:
         names = dict.fromkeys(r.name for r in results)
         unit = {r.name: r.unit for r in results}
         told = "\n\n".join(f"`{n}`, {unit[n]}:\n\n{by_policy(results, n)}" for n in names)
+    elif any(r.name == "restore_ms" for r in results):
+        told = by_prefix(results)
     else:
         told = table(rows(results), header)
     return (
