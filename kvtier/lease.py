@@ -224,6 +224,7 @@ class Lease:
             core.abandon([record], [0])  # only steps take checkpoints
             self._by_hand = True
             self._pump.plan(ops)
+            self._pump.catch_up()
 
     def commit(self, tokens: Tokens) -> None:
         """The KV of these tokens is written: the writes are queued on the current stream.
@@ -248,7 +249,8 @@ class Lease:
         Exact for layouts without tails.  With tails, rolling back committed tokens lands on the
         nearest checkpoint at or before ``n``, and the lease restores: wait on ``ready`` again.
         (Drafts need no truncate: rejected ones were never committed.)  Raises LeaseError for an
-        ``n`` past ``num_tokens``.
+        ``n`` past ``num_tokens``, and OutOfPages with nothing changed where the last page is
+        shared and there is no room for a copy.
         """
         n = as_int("n", n, least=0)
         self._fence()

@@ -6,7 +6,9 @@ Owns every call into ``CacheCore`` and ``Transfer.start``.  Three rules hold it 
    future's callbacks.
 2. Ops are started in the order in which the core returned them, by the thread that made the core
    return them, before its call returns.  So it queues for its turn before ``_lock`` is let go;
-   the lock is free while it waits, and while its ops are started.
+   the lock is free while it waits, and while its ops are started.  Whoever is about to write to
+   pages itself waits for its turn too (``catch_up``): what it was given may be the source of a
+   copy that another thread has yet to start.
 3. Completions, and the finalizers of forgotten leases, only append to ``_inbox``: they come from
    any thread, from within ``Transfer.start`` and out of the garbage collector in the middle of
    anything.  Whoever enters the core next empties it.
@@ -106,6 +108,8 @@ class Pump:
         self._outcomes: deque[Callable[[], None]] = deque()
         """What to tell the world, outside every lock."""
         self._planned: list[Op] = []
+        self._behind = False
+        """Whoever leaves waits for its turn, even with nothing to start."""
         self._running: dict[int, Op] = {}
         self._watches: list[_Watch] = []
         self._ready: dict[int, Future[int]] = {}
@@ -148,7 +152,7 @@ class Pump:
     ) -> None:
         if exc is not None and not isinstance(exc, KVTierError):
             self._stop(exc)
-        if self._core.settled or self._planned or self._outcomes or self._inbox:
+        if self._core.settled or self._planned or self._outcomes or self._inbox or self._behind:
             self._leave()
         else:
             self._lock.release()
@@ -169,6 +173,10 @@ class Pump:
         for op in ops:
             self._running[op.id] = op
             self._planned.append(op)
+
+    def catch_up(self) -> None:
+        """Leave the block only once every op planned so far has been started."""
+        self._behind = self._turn.locked()
 
     def running(self, *kinds: OpKind) -> set[int]:
         """Ops of these kinds (none given: of any) that have not ended."""
@@ -270,13 +278,14 @@ class Pump:
         if self._core.settled and self._broken is None:
             self._settle()
         planned, self._planned = self._planned, []
+        in_turn, self._behind = bool(planned) or self._behind, False
         before, after = self._turn, threading.Lock()
-        if planned:
+        if in_turn:
             after.acquire()
             self._turn = after
         self._lock.release()
         try:
-            if planned:
+            if in_turn:
                 self._start(planned, before, after)
             self._tell()
         finally:

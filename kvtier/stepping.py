@@ -69,6 +69,7 @@ class Stepping:
             try:
                 captures, ops = core.reserve(records, counts)
                 self._pump.plan(ops)
+                self._pump.catch_up()
                 self._step = build_step(
                     core, self._layout, leases, records, counts, data, captures, self._pool
                 )

@@ -1,0 +1,570 @@
+"""Races of the data plane, through the whole cache: sources overwritten as ``packed`` fires, pages
+reused while copies are on their way, streams that are late, requests that go away in between.
+
+On the CPU the same with real threads.  Each kind of race comes with a fault in the data plane that
+it must show.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvtier
+from kvtier import LeaseState, OutOfPages, Tier
+from kvtier.core.ops import OpKind
+from kvtier.data.copier import Copier
+from kvtier.data.jobs import Job
+from kvtier.data.records import Loader, Packer, is_live
+from kvtier.data.streams import Lane
+from tests.device.byte_model import LAYOUTS, POISON, DeviceModel, prompt, sized
+from tests.device.traffic import Traffic
+
+torch.set_num_threads(1)
+
+GPU, CPU, DISK = Tier.GPU, Tier.CPU, Tier.DISK
+LONG_S = 0.03
+"""Longer than anything that is not delayed takes here."""
+CYCLES_S = 1.9e9
+BOTH = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+on_both = pytest.mark.parametrize("device", BOTH)
+on_gpu = pytest.mark.parametrize("device", BOTH[1:])
+all_layouts = pytest.mark.parametrize("layout", list(LAYOUTS))
+
+
+@contextmanager
+def served(
+    layout: str, device: str, *, gpu: int = 16, cpu: int = 60, disk: Path | None = None
+) -> Iterator[DeviceModel]:
+    """A cache whose whole device and host memory is 0xFF, and the model on it."""
+    options: dict[str, Any] = {}
+    if disk is not None:
+        options = {"disk_path": disk, "disk_bytes": "32MiB"}
+    config = sized(LAYOUTS[layout], gpu=gpu, cpu=cpu, **options)
+    cache = kvtier.Cache(LAYOUTS[layout], config, model="bytes", device=device)
+    model = DeviceModel(cache)
+    with model.computing():
+        model.pool.poison_all()
+        model.transfer.host.poison(range(cpu))
+        model.transfer.fence(None)
+        try:
+            yield model
+            cache.check()
+        finally:
+            cache.close()
+
+
+def late(model: DeviceModel, lanes: Collection[Lane], seconds: float = LONG_S) -> None:
+    """Whatever is queued on these lanes from here on starts that much later."""
+    streams = model.transfer._streams
+    queue = type(streams).on.__get__(streams)
+
+    @contextmanager
+    def on(lane: Lane, after: tuple[Any, ...] = ()) -> Iterator[None]:
+        with queue(lane, after):
+            if lane in lanes:
+                pause(model, seconds)
+            yield
+
+    streams.on = on
+
+
+def pause(model: DeviceModel, seconds: float) -> None:
+    """On the current stream; on the CPU on this thread."""
+    if model.on_gpu:
+        torch.cuda._sleep(int(seconds * CYCLES_S))
+    else:
+        time.sleep(seconds)
+
+
+def overwrite_when_packed(model: DeviceModel) -> list[int]:
+    """From here on the sources of every PACK are 0xFF the very moment they are said to be free."""
+    start, count = model.transfer.start, [0]
+    aside = torch.cuda.Stream(model.device, priority=-1) if model.on_gpu else None
+
+    def overwrite(op: kvtier.Op) -> None:
+        with torch.cuda.stream(aside):
+            for part in op.parts:
+                live = is_live(part, source=True)
+                model.pool.poison(part.kind, part.src, live=live, byte=POISON)
+                count[0] += 1
+        if aside is not None:
+            aside.synchronize()
+
+    def hooked(op: kvtier.Op, *, packed: Callable[[], None], done: Any) -> None:
+        def tell() -> None:
+            overwrite(op)
+            packed()
+
+        start(op, packed=tell if op.kind is OpKind.PACK else packed, done=done)
+
+    model.transfer.start = hooked
+    return count
+
+
+def tokens_of(model: DeviceModel, pages: float, seed: int = 0) -> list[int]:
+    return prompt(int(pages * model.layout.page_tokens), seed)
+
+
+def retry(call: Callable[[], Any]) -> Any:
+    """Again until operations under way have given back what they hold."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return call()
+        except OutOfPages:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.001)
+
+
+def compute(model: DeviceModel, tokens: list[int], **options: Any) -> kvtier.Lease:
+    """A lease with all of these tokens fed, chunk by chunk."""
+    lease = retry(lambda: model.cache.lease(tokens, **options))
+    chunk = model.layout.page_tokens * 5 // 4
+    retry(lambda: model.prefill(lease, tokens, chunk))
+    return lease
+
+
+def restored(model: DeviceModel, tokens: list[int], tier: Tier) -> None:
+    """A lease on these tokens is read back from that tier, whole and right."""
+    page = model.layout.page_tokens
+    with model.cache.lease(tokens) as lease:
+        assert lease.ready.result(timeout=60) == (len(tokens) - 1) // page * page
+        assert lease.restored[tier] == lease.num_tokens, dict(lease.restored)
+        model.check(lease)
+        model.feed(lease, tokens[lease.num_tokens :])
+        model.check(lease)
+
+
+# --------------------------------------------------------------------------- packed means packed
+
+
+@on_both
+@all_layouts
+@pytest.mark.parametrize("lanes", [(), (Lane.PACK,), (Lane.DRAIN,), (Lane.PACK, Lane.DRAIN)])
+def test_sources_are_overwritten_as_packed_fires(
+    layout: str, device: str, lanes: tuple[Lane, ...]
+) -> None:
+    """D1: history pages and captured tails."""
+    with served(layout, device) as model:
+        count = overwrite_when_packed(model)
+        late(model, lanes, 0.002)
+        tokens = tokens_of(model, 6.5)
+        compute(model, tokens).release()
+        model.cache.flush(to=CPU).result(timeout=60)
+        assert count[0] == (12 if model.layout.has_tails else 6)
+        model.evict(GPU)
+        restored(model, tokens, CPU)
+
+
+@on_both
+@all_layouts
+def test_sources_of_a_pause_are_overwritten_as_packed_fires(layout: str, device: str) -> None:
+    """The partial page and the whole live tail."""
+    with served(layout, device) as model:
+        tokens = tokens_of(model, 5.4)
+        lease = compute(model, tokens, write=False)
+        count = overwrite_when_packed(model)
+        late(model, (Lane.DRAIN,), 0.002)
+        lease.pause().result(timeout=60)
+        assert count[0] == (7 if model.layout.has_tails else 6)
+        model.poison()
+        assert lease.resume().result(timeout=60) == len(tokens)
+        model.check(lease)
+        lease.release()
+
+
+def packs_at_once(copier: Copier, job: Job) -> None:
+    job.release_sources()
+    PACK(copier, job)
+
+
+def releases_when_queued(copier: Copier, job: Job, gathered: Any) -> None:
+    RELEASE(copier, job, None)
+
+
+PACK, RELEASE = Copier.pack, Copier._release
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "fault"),
+    [
+        pytest.param("cpu", "pack", packs_at_once),
+        pytest.param("cuda", "pack", packs_at_once, marks=pytest.mark.gpu),
+        pytest.param("cuda", "_release", releases_when_queued, marks=pytest.mark.gpu),
+    ],
+)
+@all_layouts
+def test_packed_too_early_shows(
+    layout: str, device: str, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Copier, name, fault)
+    with served(layout, device) as model:
+        overwrite_when_packed(model)
+        late(model, (Lane.PACK,))
+        tokens = tokens_of(model, 4.5)
+        compute(model, tokens).release()
+        model.cache.flush(to=CPU).result(timeout=60)
+        model.evict(GPU)
+        with pytest.raises(AssertionError, match="rows"):
+            restored(model, tokens, CPU)
+
+
+# --------------------------------------------------------------------------- pages change hands
+
+
+@on_both
+@all_layouts
+@pytest.mark.parametrize("lanes", [(Lane.PACK,), (Lane.DRAIN,), (Lane.FETCH, Lane.LOAD)])
+def test_pages_are_reused_while_copies_are_on_their_way(
+    layout: str, device: str, lanes: tuple[Lane, ...], tmp_path: Path
+) -> None:
+    """Two requests at a time on a device that barely holds them; whatever is free is 0xFF."""
+    with served(layout, device, gpu=9, cpu=40, disk=tmp_path) as model:
+        late(model, lanes, 0.001)
+        problems: list[BaseException] = []
+        tiers: dict[Tier, int] = dict.fromkeys((GPU, CPU, DISK), 0)
+
+        def request(seed: int) -> None:
+            tokens = tokens_of(model, 3.2, seed)
+            lease = retry(lambda: model.cache.lease(tokens))
+            lease.ready.result(timeout=60)
+            for tier, n in lease.restored.items():
+                tiers[tier] += n
+            model.check(lease)
+            retry(lambda: model.prefill(lease, tokens, 40))
+            model.check(lease)
+            lease.release()
+            model.poison()
+
+        def requests(me: int) -> None:
+            try:
+                with model.computing():
+                    for turn in range(16):
+                        request(2 * (turn % 6) + me)
+            except BaseException as error:  # noqa: BLE001 - asserted below
+                problems.append(error)
+
+        threads = [threading.Thread(target=requests, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(100)
+            assert not thread.is_alive(), "stuck"
+        assert not problems, problems
+        assert tiers[CPU] + tiers[DISK] > 0, tiers
+
+
+@on_both
+@all_layouts
+def test_a_free_page_that_is_read_shows(layout: str, device: str) -> None:
+    """The poison itself: a lease over a page that has been given back."""
+    with served(layout, device) as model:
+        tokens = tokens_of(model, 4.5)
+        with compute(model, tokens, write=False) as lease:
+            model.check(lease)
+            pool = model.cache._core.residency.pools[0]
+            page = int(lease.block_table()[1])
+            pool.give([page])
+            model.poison()
+            with pytest.raises(AssertionError, match="rows"):
+                model.check(lease)
+            pool._free.remove(page)
+            pool._taken[page] = 1
+
+
+# --------------------------------------------------------------------------- late streams
+
+
+def journey(model: DeviceModel, *, before: float = 0.0, after: float = 0.0) -> None:
+    """A prompt down to the disk and up again from each tier, forked, paused; nothing is waited for
+    but what the cache says to wait for.  ``before`` and ``after``: the compute stream is that late
+    before and after a step's writes."""
+    tokens, other = tokens_of(model, 4.4), tokens_of(model, 4.4, seed=1)
+    page = model.layout.page_tokens
+
+    def feed(lease: kvtier.Lease, new: list[int]) -> None:
+        with model.cache.step([(lease, new)]) as step:
+            if before:
+                pause(model, before)
+            model.write(step)
+        if after:
+            pause(model, after)
+
+    for each in (tokens, other):
+        with model.cache.lease(each) as lease:
+            for start in range(0, len(each), page + 3):
+                feed(lease, each[start : start + page + 3])
+            with lease.fork() as kid:
+                feed(kid, [7, 8, 9])
+                kid.ready.result(timeout=60)
+                lease.pause().result(timeout=60)
+                model.poison()
+                feed(kid, [10])
+                assert lease.resume().result(timeout=60) == len(each)
+                feed(lease, [11])
+                model.check(lease)
+                model.check(kid)
+    model.cache.flush(to=DISK).result(timeout=60)
+    for empty, tier in (((GPU,), CPU), ((GPU, CPU), DISK)):
+        model.evict(*empty)
+        for each in (tokens, other):
+            if after:
+                pause(model, after)
+            model.poison()
+            restored(model, each, tier)
+
+
+SUBSETS = [s for n in range(5) for s in itertools.combinations(list(Lane)[1:], n)]
+
+
+@on_both
+@all_layouts
+def test_streams_are_late_in_every_combination(layout: str, device: str, tmp_path: Path) -> None:
+    """Each of the four streams late or not, and the compute stream before or after its writes."""
+    combinations = list(itertools.product(SUBSETS, (0.0, 0.002), (0.0, 0.002)))
+    if device == "cpu":  # threads rather than streams: there is less to get wrong
+        combinations = [(s, 0.0, 0.0) for s in SUBSETS if len(s) in (1, 4)]
+    for i, (lanes, before, after) in enumerate(combinations):
+        with served(layout, device, disk=tmp_path / str(i % 2)) as model:
+            late(model, lanes, 0.002)
+            model.cache.clear().result(timeout=60)
+            try:
+                journey(model, before=before, after=after)
+            except AssertionError as error:
+                raise AssertionError(f"late: {lanes}, {before=} {after=}: {error}") from error
+
+
+def gathers_at_once(packer: Packer, parts: Any, slots: Any, fences: Any) -> Any:
+    return GATHER(packer, parts, slots, ())
+
+
+def loads_at_once(loader: Loader, parts: Any, places: Any, rows: Any, fences: Any) -> Any:
+    return LOAD(loader, parts, places, rows, ())
+
+
+def fetched_at_once(loader: Loader, lower: Any, rows: Any) -> Any:
+    FETCH(loader, lower, rows)
+    return ()
+
+
+def landed_at_once(packer: Packer, drained: Any) -> None:
+    return None
+
+
+class Over:
+    """An event that says it is over."""
+
+    def synchronize(self) -> None:
+        return None
+
+
+def drains_at_once(packer: Packer, parts: Any, slots: Any, gathered: Any) -> Any:
+    on: Callable[..., AbstractContextManager[None]] = packer._streams.on
+    packer._streams.on = lambda lane, after=(): on(lane, ())  # type: ignore[method-assign]
+    try:
+        return DRAIN(packer, parts, slots, gathered)
+    finally:
+        packer._streams.on = on  # type: ignore[method-assign]
+
+
+def arrives_at_once(copier: Copier, task: Any, rows: Any, loaded: Any) -> None:
+    ARRIVE(copier, task, rows, Over())  # type: ignore[arg-type]
+
+
+GATHER, DRAIN, LOAD, FETCH = Packer.gather, Packer.drain, Loader.load, Loader._fetch
+ARRIVE = Copier._arrive
+FAULTS: dict[str, tuple[type, str, Any, tuple[Lane, ...], dict[str, float]]] = {
+    "a pack before the step": (Packer, "gather", gathers_at_once, (), {"before": LONG_S}),
+    "a load before the poison": (Loader, "load", loads_at_once, (), {"after": LONG_S}),
+    "a drain before the gather": (Packer, "drain", drains_at_once, (Lane.PACK,), {}),
+    "an unpack before the fetch": (Loader, "_fetch", fetched_at_once, (Lane.FETCH,), {}),
+    "landed before the drain": (Packer, "land", landed_at_once, (Lane.DRAIN,), {}),
+    "ready before the load": (Copier, "_arrive", arrives_at_once, (Lane.LOAD,), {}),
+}
+
+
+@on_gpu
+@all_layouts
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_an_order_that_is_not_kept_shows(
+    layout: str, device: str, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    owner, name, wrong, lanes, delays = FAULTS[fault]
+    monkeypatch.setattr(owner, name, wrong)
+    with served(layout, device, disk=tmp_path) as model:
+        late(model, lanes)
+        with pytest.raises(AssertionError):
+            journey(model, **delays)
+        torch.cuda.synchronize()
+        for record in list(model.cache._core.leases.values()):
+            with model.cache._pump:
+                model.cache._pump.release(record)
+
+
+@on_both
+@pytest.mark.parametrize("layout", ["mla", "gqa"])
+def test_a_page_is_written_to_only_once_others_have_queued_their_copies(
+    layout: str, device: str
+) -> None:
+    """A truncation copies its last page and gives the shared one up; before that copy is queued, a
+    step of another thread may have been given the page."""
+    with served(layout, device, gpu=5) as model:
+        tokens = tokens_of(model, 2)
+        lease = compute(model, tokens)
+        other = compute(model, tokens_of(model, 1, seed=1), write=False)
+        model.cache.flush(to=CPU).result(timeout=60)
+        start, reached, gate = model.transfer.start, threading.Event(), threading.Event()
+
+        def hooked(op: kvtier.Op, **callbacks: Any) -> None:
+            if op.kind is OpKind.COPY:
+                reached.set()
+                assert gate.wait(20)
+            start(op, **callbacks)
+
+        model.transfer.start = hooked
+        entered = threading.Event()
+
+        def step() -> None:
+            with model.computing(), model.cache.step([(other, tokens_of(model, 2, seed=2))]) as it:
+                model.write(it)
+                entered.set()
+
+        def truncate() -> None:
+            with model.computing():
+                lease.truncate(len(tokens) - 3)
+
+        shared = int(lease.block_table()[1])
+        threads = [threading.Thread(target=task) for task in (truncate, step)]
+        threads[0].start()
+        assert reached.wait(20)
+        threads[1].start()
+        early = entered.wait(0.2)
+        gate.set()
+        for thread in threads:
+            thread.join(20)
+        assert shared in other.block_table(), "the scene is another one"
+        model.check(lease)
+        model.check(other)
+        assert not early
+        lease.release()
+        other.release()
+
+
+# --------------------------------------------------------------------------- those who go away
+
+
+@on_both
+@all_layouts
+@pytest.mark.parametrize("lane", [Lane.FETCH, Lane.LOAD])
+def test_a_lease_goes_while_it_is_loaded(layout: str, device: str, lane: Lane) -> None:
+    """Its pages are written to by others only once the load is over."""
+    with served(layout, device, gpu=8) as model:
+        tokens, other = tokens_of(model, 6.5), tokens_of(model, 6.5, seed=1)
+        for turn in range(3):
+            compute(model, tokens).release()
+            model.cache.flush(to=CPU).result(timeout=60)
+            model.evict(GPU)
+            late(model, (lane,))
+            lease = model.cache.lease(tokens)
+            assert lease.state is LeaseState.RESTORING
+            lease.release()
+            model.poison()
+            held = compute(model, other, read=False, write=bool(turn))
+            late(model, ())
+            model.check(held)
+            time.sleep(2 * LONG_S)
+            model.poison()
+            model.check(held)
+            held.release()
+            model.cache.check()
+            assert model.cache.stats().tiers[GPU].reserved == 0
+
+
+@on_both
+@all_layouts
+@pytest.mark.parametrize("lane", [Lane.PACK, Lane.DRAIN])
+def test_a_lease_goes_while_it_is_packed(layout: str, device: str, lane: Lane) -> None:
+    """What was on its way down arrives, and is what it was."""
+    with served(layout, device, gpu=8) as model:
+        late(model, (lane,), 0.01)
+        tokens = tokens_of(model, 6.5)
+        compute(model, tokens).release()
+        model.poison()
+        other = compute(model, tokens_of(model, 6.5, seed=1), write=False)  # takes its pages
+        model.poison()
+        model.check(other)
+        other.release()
+        model.cache.flush(to=CPU).result(timeout=60)
+        model.evict(GPU)
+        restored(model, tokens, CPU)
+
+
+@on_both
+@all_layouts
+def test_a_clear_while_loads_and_packs_are_on_their_way(layout: str, device: str) -> None:
+    """A8: a late completion makes nothing visible, and the next owner's bytes stay."""
+    with served(layout, device, gpu=16) as model:
+        tokens, other = tokens_of(model, 4.5), tokens_of(model, 4.5, seed=1)
+        compute(model, tokens).release()
+        model.cache.flush(to=CPU).result(timeout=60)
+        model.evict(GPU)
+        late(model, (Lane.LOAD, Lane.DRAIN), 0.01)
+        lease = model.cache.lease(tokens)
+        written = compute(model, other)
+        cleared = model.cache.clear()
+        assert model.cache.match(tokens).tokens == model.cache.match(other).tokens == 0
+        lease.ready.result(timeout=60)
+        model.check(lease)
+        model.check(written)
+        lease.release()
+        written.release()
+        cleared.result(timeout=60)
+        model.cache.flush(to=CPU).result(timeout=60)
+        assert model.cache.match(tokens).history_tokens == 0
+        assert model.cache.match(other).history_tokens == 0
+        model.poison()
+        compute(model, tokens).release()
+        model.cache.flush(to=CPU).result(timeout=60)
+        model.evict(GPU)
+        restored(model, tokens, CPU)
+
+
+@on_both
+@all_layouts
+@pytest.mark.parametrize("lane", [Lane.PACK, Lane.DRAIN])
+def test_a_fork_of_a_lease_that_is_packed_and_goes(layout: str, device: str, lane: Lane) -> None:
+    with served(layout, device) as model:
+        late(model, (lane,), 0.005)
+        tokens = tokens_of(model, 4.4)
+        lease = compute(model, tokens)
+        kid = lease.fork()
+        lease.release()
+        model.poison()
+        kid.ready.result(timeout=60)
+        model.check(kid)
+        model.prefill(kid, [*tokens, *prompt(3 * model.layout.page_tokens, seed=9)])
+        paused = kid.pause()
+        paused.result(timeout=60)
+        model.poison()
+        kid.resume().result(timeout=60)
+        model.check(kid)
+        kid.release()
+
+
+@on_both
+@all_layouts
+def test_everything_at_once(layout: str, device: str, tmp_path: Path) -> None:
+    """A second of the soak: threads of requests of every kind, late streams, a store that fails."""
+    traffic = Traffic(layout, device, tmp_path, seed=3, threads=3)
+    traffic.run(1.0 if device == "cpu" else 2.0)
+    traffic.close()
+    assert not traffic.failures, "\n".join(traffic.failures)
+    assert traffic.counts["requests"] > 3
