@@ -229,7 +229,6 @@ class DeviceTransfer:
 
     def _start_restore(self, job: Job) -> None:
         parts = job.op.parts
-        frames = [self._sizes.frames(part) for part in parts]
         job.early = self._may_end_early(job.op)
         start = 0
         for source, run in groupby(parts, key=lambda part: part.source):
@@ -237,20 +236,27 @@ class DeviceTransfer:
             if job.early and source is Tier.CPU and self._reads_host:
                 job.share()
                 self._copier.load_layers(job, start, parts[start:stop])
-                start = stop
-            most = self._read_frames
-            if source is not Tier.DISK:
-                most = even_batch(sum(frames[start:stop]), self._batch_frames)
-                most += max(frames[start:stop]) - 1  # so that none but the last falls short
-                most = min(most, self._landing.num_slots or most)
-            while start < stop:
-                end, held = start + 1, frames[start]
-                while end < stop and held + frames[end] <= most:
-                    held += frames[end]
-                    end += 1
-                self._submit_load(job, start, end)
-                start = end
+            else:
+                self._submit_loads(job, start, stop)
+            start = stop
         job.end_share()
+
+    def _submit_loads(self, job: Job, start: int, stop: int) -> None:
+        """Parts of one source, batch by batch."""
+        parts = job.op.parts
+        frames = [self._sizes.frames(part) for part in parts[start:stop]]
+        most = self._read_frames
+        if parts[start].source is not Tier.DISK:
+            most = even_batch(sum(frames), self._batch_frames)
+            most += max(frames) - 1  # so that none but the last falls short
+            most = min(most, self._landing.num_slots or most)
+        end, held = start, 0
+        for at, count in enumerate(frames, start):
+            if held and held + count > most:
+                self._submit_load(job, end, at)
+                end, held = at, 0
+            held += count
+        self._submit_load(job, end, stop)
 
     def _may_end_early(self, op: Op) -> bool:
         """Whether all that may yet go wrong is the device itself once its copies are queued, and
