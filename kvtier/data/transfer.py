@@ -49,7 +49,8 @@ BATCH_BYTES = 64 << 20
 """Records move between the device and the host in batches of up to this size: what is done once a
 batch takes the interpreter about 0.3 ms, a copy of so much 1.2 ms."""
 READ_BYTES = 4 << 20
-"""Records are read from disk in smaller ones, so that several threads share an op."""
+"""Records are read from disk in smaller ones, so that several threads share an op: of this size,
+or of one record that is larger."""
 BATCHES = 3
 """Of each direction at once: one being copied, one queued behind it, one whose end is being told.
 """
@@ -85,7 +86,8 @@ class DeviceTransfer:
         self._reads_host = where.type == "cpu" or has_triton()
         self._wait_s = config.wait_s if config.on_full == "wait" else None
         self._batch_frames = max(BATCH_BYTES // frame_bytes, most_frames)
-        self._read_frames = max(READ_BYTES // frame_bytes, most_frames)
+        self._read_frames = max(READ_BYTES // frame_bytes, 1)
+        largest_read = max(self._read_frames, most_frames)
         # Worker threads will write into these tensors, so none may be an inference tensor.
         with torch.inference_mode(False), _current(where):
             self._streams = streams_for(where)
@@ -100,14 +102,16 @@ class DeviceTransfer:
                 device=where,
             )
             self._landing = Slots(
-                self._landing_rows(geometry, most_frames, config.io_threads) if pinned else 0,
+                self._landing_rows(geometry, most_frames, config.io_threads * largest_read)
+                if pinned
+                else 0,
                 frame_bytes,
                 where,
             )
             self._packer = Packer(self._sizes, self.pool, self.host, self._staging, self._streams)
             self._loader = Loader(self._sizes, self.pool, self._landing, self.host, self._streams)
             self._readers = [
-                Reader(self._sizes, self.host, store, read_frames=self._read_frames, pinned=pinned)
+                Reader(self._sizes, self.host, store, read_frames=largest_read, pinned=pinned)
                 for _ in range(config.io_threads)
             ]
         if where.type == "cuda":
@@ -362,9 +366,9 @@ class DeviceTransfer:
         finally:
             job.end_share()
 
-    def _landing_rows(self, geometry: Geometry, most_frames: int, readers: int) -> int:
+    def _landing_rows(self, geometry: Geometry, most_frames: int, read_frames: int) -> int:
         """Enough for the largest batches, but not for more frames than there are to load."""
-        most = geometry.cpu_frames + (0 if self._store is None else readers * self._read_frames)
+        most = geometry.cpu_frames + (0 if self._store is None else read_frames)
         return min(BATCHES * self._batch_frames, most + most_frames) if most else 0
 
     # Faults
