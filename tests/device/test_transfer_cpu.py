@@ -23,7 +23,7 @@ import xxhash
 from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Kind, Op, OpKind, Part
-from kvtier.data import DeviceTransfer, HostArena
+from kvtier.data import DeviceTransfer, HostArena, transfer
 from kvtier.data.jobs import Job
 from kvtier.data.streams import Lane
 from kvtier.errors import CacheClosed, ConfigError, StoreError
@@ -643,6 +643,24 @@ def test_parts_count_from_the_front_whatever_ran_first(batch: int) -> None:
         end = p.start(OpKind.RESTORE, *[from_disk(i + 1, page=i) for i in range(8)])
         assert end.delivered == 5
         assert [p.page(i) for i in range(5)] == want[:5]
+
+
+def test_large_tails_do_not_make_large_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read is as large as a batch should be, or as one record; else few threads would share."""
+    monkeypatch.setattr(transfer, "READ_BYTES", TAILED.frame_bytes())
+    assert TAILED_GEOMETRY.parked_frames > 1
+    with plane(TAILED, TAILED_GEOMETRY) as p:
+        want, read, read_into = store_chain(p, 4), list[int](), p.store.read_into
+
+        def noted(reads: Sequence[Read]) -> list[bool]:
+            read.append(len(reads))
+            return read_into(reads)
+
+        p.store.read_into = noted  # type: ignore[method-assign]
+        end = p.start(OpKind.RESTORE, *[from_disk(i + 1, page=i) for i in range(4)])
+        assert end.delivered == 4
+        assert read == [1, 1, 1, 1]
+        assert [p.page(i) for i in range(4)] == want
 
 
 def test_a_store_that_raises_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
