@@ -8,7 +8,7 @@ JOBS   ?= 2
 # One thread per worker: the suite's tensors are small and the workers are many.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint format bench test-compat soak mutate clean
+.PHONY: help demo test lint format bench test-compat soak soak-cpu soak-gpu sanitize mutate clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,9 @@ help:
 	@echo "make bench        benchmarks (ARGS='core store --quick')"
 	@echo "make test-compat  adapter tests on the oldest and the newest transformers"
 	@echo "make soak         the stateful tests for long, then the slow tests (ARGS selects)"
+	@echo "make soak-cpu     30 minutes of random traffic, every byte checked (ARGS='--minutes 5')"
+	@echo "make soak-gpu     8 minutes of it on a GPU"
+	@echo "make sanitize     compute-sanitizer over the kernels"
 	@echo "make mutate       inject bugs into the core and see that the tests notice"
 
 # Rebuilt only when what is to be installed changes.  torch comes first, by itself and pinned, so
@@ -59,6 +62,15 @@ soak: $(STAMP)
 	$(BIN)/python -m pytest --long --timeout=0 -o faulthandler_timeout=0 \
 	    $(if $(ARGS),$(ARGS),tests/property tests/shell)
 	$(BIN)/python -m pytest -m slow --timeout=0 -o faulthandler_timeout=0
+
+soak-cpu: $(STAMP)
+	$(BIN)/python scripts/soak.py --device cpu --minutes 30 $(ARGS)
+
+soak-gpu: $(STAMP)
+	$(BIN)/python scripts/soak.py --device cuda --minutes 8 $(ARGS)
+
+sanitize: $(STAMP)
+	scripts/sanitize.sh $(ARGS)
 
 mutate: $(STAMP)
 	$(BIN)/python scripts/mutate.py $(ARGS)

@@ -262,7 +262,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     torch.set_num_threads(1)
-    faulthandler.enable()
     options = parse(argv)
     if options.child:
         child(options)
@@ -275,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             soak.run()
         except Exception as error:  # noqa: BLE001 - the summary says so
             soak.failures.append(repr(error))
-            faulthandler.dump_traceback()
+            faulthandler.dump_traceback(sys.__stderr__)
         summary = soak.summary()
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(summary, indent=1) + "\n")
@@ -284,13 +283,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"FAILED with --seed {options.seed} --device {options.device}:")
             print("\n".join(soak.failures))
             if any("hangs" in each for each in soak.failures):
-                faulthandler.dump_traceback()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)  # threads that hang would hold the exit up
+                faulthandler.dump_traceback(sys.__stderr__)
+            return 1
     print(f"no failures in {summary['seconds']} s; {out}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    faulthandler.enable()
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        os._exit(status)  # threads that hang would hold the exit up

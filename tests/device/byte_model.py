@@ -36,7 +36,7 @@ WEIGHTS += np.uint64(1)
 LAYOUTS = {
     "mla": mla(layers=3, latent_dim=512, rope_dim=64, page_tokens=16),
     "gqa": gqa(layers=3, kv_heads=2, head_dim=64, page_tokens=32),
-    "v4": swa_c4_c128(layer_ratios=(0, 4, 128, 4), max_draft=3),
+    "v4": swa_c4_c128(layer_ratios=(0, 4, 128), max_draft=3),
 }
 SMALL_V4 = swa_c4_c128(
     layer_ratios=(4, 128),

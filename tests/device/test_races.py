@@ -40,7 +40,7 @@ all_layouts = pytest.mark.parametrize("layout", list(LAYOUTS))
 
 @contextmanager
 def served(
-    layout: str, device: str, *, gpu: int = 16, cpu: int = 60, disk: Path | None = None
+    layout: str, device: str, *, gpu: int = 16, cpu: int = 120, disk: Path | None = None
 ) -> Iterator[DeviceModel]:
     """A cache whose whole device and host memory is 0xFF, and the model on it."""
     options: dict[str, Any] = {}
@@ -227,7 +227,7 @@ def test_pages_are_reused_while_copies_are_on_their_way(
     layout: str, device: str, lanes: tuple[Lane, ...], tmp_path: Path
 ) -> None:
     """Two requests at a time on a device that barely holds them; whatever is free is 0xFF."""
-    with served(layout, device, gpu=9, cpu=40, disk=tmp_path) as model:
+    with served(layout, device, gpu=9, cpu=60, disk=tmp_path) as model:
         late(model, lanes, 0.001)
         problems: list[BaseException] = []
         tiers: dict[Tier, int] = dict.fromkeys((GPU, CPU, DISK), 0)

@@ -53,8 +53,8 @@ class Sizes:
 SIZES = {
     "mla": Sizes(26, 34, 5, "6MiB", 9),
     "gqa": Sizes(26, 34, 5, "6MiB", 9),
-    "v4": Sizes(10, 60, 27, "16MiB", 4),  # a paused tail takes 25 frames
-    "v4-small": Sizes(10, 30, 12, "6MiB", 4),
+    "v4": Sizes(10, 80, 42, "12MiB", 4),  # a paused tail takes 39 frames
+    "v4-small": Sizes(10, 30, 12, "4MiB", 4),
 }
 
 
