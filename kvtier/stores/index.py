@@ -26,6 +26,8 @@ from kvtier.stores.record import (
     QUARANTINED,
     ROW,
     Row,
+    halves,
+    less,
     pack_more,
     pack_row,
     unpack_more,
@@ -381,14 +383,12 @@ def check_rows(rows: Rows, more: dict[bytes, list[int]], counters: Counters) -> 
     ``rows`` in key order.  Checks order, parents, child counts, slots and counters.
     """
     wrong = []
-    keys = np.ascontiguousarray(rows["key"]).view(">u8").reshape(-1, 2)
-    high, low = keys[:, 0].astype(np.uint64), keys[:, 1].astype(np.uint64)
-    ascending = (high[1:] > high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] > low[:-1]))
-    if not ascending.all():
+    keys = halves(rows["key"])
+    if not less(keys[:-1], keys[1:]).all():
         return ["keys are not in order"]
-    if not np.isin(rows["state"], (0, 1)).all() or not np.isin(rows["checkpoint"], (0, 1)).all():
+    if (rows["state"] > QUARANTINED).any() or (rows["checkpoint"] > 1).any():
         wrong.append("a row holds an impossible state")
-    missing, children = _parents(rows, high, low)
+    missing, children = _parents(rows, keys)
     if missing:
         wrong.append(f"{missing} records lack their parent (I6)")
     elif not np.array_equal(children, rows["children"]):
@@ -416,22 +416,23 @@ def check_rows(rows: Rows, more: dict[bytes, list[int]], counters: Counters) -> 
     return wrong
 
 
-def _parents(
-    rows: Rows, high: npt.NDArray[np.uint64], low: npt.NDArray[np.uint64]
-) -> tuple[int, npt.NDArray[np.int64]]:
-    """(records whose parent is missing, children of each record)."""
-    parents = np.ascontiguousarray(rows["parent"]).view(">u8").reshape(-1, 2).astype(np.uint64)
-    wanted = parents[(rows["depth"] != 1) | (rows["checkpoint"] != 0)]  # first pages have none
-    wanted = wanted[np.argsort(wanted[:, 0])]
-    at = np.searchsorted(high, wanted[:, 0])
+def _parents(rows: Rows, keys: npt.NDArray[np.uint64]) -> tuple[int, npt.NDArray[np.int64]]:
+    """(records whose parent is missing, children of each record); ``keys`` of the rows, halved."""
+    high, low = np.ascontiguousarray(keys[:, 0]), np.ascontiguousarray(keys[:, 1])
+    parents = halves(rows["parent"])
+    hangs = (rows["depth"] != 1) | (rows["checkpoint"] != 0)  # first pages have none
+    wanted, wanted_low = parents[hangs, 0], parents[hangs, 1]
+    order = np.argsort(wanted)
+    wanted, wanted_low = wanted[order], wanted_low[order]
+    at = np.searchsorted(high, wanted)
     children = np.zeros(len(rows), np.int64)
     found = np.zeros(len(wanted), np.bool_)
     looking = at < len(rows)
     # Keys are digests: nearly always the first of equal high halves is the one.
     while looking.any():
         here = np.minimum(at, len(rows) - 1)
-        same = looking & (high[here] == wanted[:, 0])
-        hit = same & (low[here] == wanted[:, 1])
+        same = looking & (high[here] == wanted)
+        hit = same & (low[here] == wanted_low)
         children += np.bincount(here[hit], minlength=len(rows))
         found |= hit
         at = at + 1

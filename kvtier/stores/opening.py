@@ -29,6 +29,8 @@ log = logging.getLogger("kvtier")
 
 READER_MAP = 1 << 30
 """A reader's map is at least this: the index may grow under it."""
+_AT_ONCE = 1 << 13
+"""Rows whose fields are copied at once: as many as stay in a processor's own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,12 @@ class Opened:
 
 def entries_of(rows: Rows) -> npt.NDArray[np.void]:
     """What ``scan`` reports of these rows."""
-    rows = rows[rows["state"] != QUARANTINED]
+    if (rows["state"] == QUARANTINED).any():
+        rows = rows[rows["state"] != QUARANTINED]
     entries = np.empty(len(rows), ENTRY)
-    for name in ENTRY.names or ():
-        entries[name] = rows[name]
+    for at in range(0, len(rows), _AT_ONCE):
+        for name in ENTRY.names or ():
+            entries[name][at : at + _AT_ONCE] = rows[name][at : at + _AT_ONCE]
     return entries
 
 
@@ -128,7 +132,7 @@ def _open_files(io: FileIO, about: About, quota: Quota, lock: FileLock, inspect:
     slabs = Slabs(io, names.directory, about.frame_bytes, write=True)
     index: Index | None = None
     try:
-        recover(io, names, about.id, slabs, quota.map_bytes, inspect)
+        rows = recover(io, names, about.id, slabs, quota.map_bytes, inspect)
         io.point("open:recovered")
         if not os.path.exists(names.file("about.json")) or not directory.described(names):
             write_file(io, names.file("about.json"), directory.describe(names, about.frame_bytes))
@@ -139,7 +143,8 @@ def _open_files(io: FileIO, about: About, quota: Quota, lock: FileLock, inspect:
         # An index of a larger limit needs pages to copy to while records are dropped from it.
         room = quota.map_bytes if length <= quota.map_bytes else 2 * length + INDEX_BASE
         index = Index(io, path, room, about.id, write=True)
-        slots, entries = _fit(index, quota.capacity)
+        slots, entries = _fit(index, quota.capacity, rows)
+        del rows
         if length > quota.map_bytes:
             index.close()
             index = None
@@ -173,11 +178,14 @@ def _reserve_index(io: FileIO, path: str, size: int) -> None:
         os.close(fd)
 
 
-def _fit(index: Index, capacity: int) -> tuple[SlotMap, npt.NDArray[np.void]]:
-    """Which slots are taken, and the entries.  Records that were quarantined, or whose slots lie
-    beyond the capacity, go first, with all that hangs on them."""
+def _fit(
+    index: Index, capacity: int, known: Rows | None = None
+) -> tuple[SlotMap, npt.NDArray[np.void]]:
+    """Which slots are taken, and the entries; ``known``: all rows, where they were read before.
+    Records that were quarantined, or whose slots lie beyond the capacity, go first, with all that
+    hangs on them."""
     slots, parts, doomed = SlotMap(capacity), [], []
-    for rows in index.chunks():
+    for rows in index.chunks() if known is None else [known]:
         out = (rows["state"] == QUARANTINED) | (rows["slot"] >= capacity)
         doomed += [bytes(key) for key in rows["key"][out]]
         slots.mark(rows["slot"][rows["slot"] < capacity])

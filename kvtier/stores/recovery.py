@@ -17,7 +17,8 @@ import xxhash
 from kvtier.errors import StoreError
 from kvtier.stores.directory import INDEX_BASE, INDEX_ROW, Names
 from kvtier.stores.files import BLOCK, FileIO, aligned, read_file, write_file
-from kvtier.stores.index import Counters, Found, Index, newer
+from kvtier.stores.index import Counters, Found, Index, Rows, newer
+from kvtier.stores.pages import IndexFile
 from kvtier.stores.record import STORED, Header, Row, unpack_header
 from kvtier.stores.scan import NEWER, SOUND, Verdict
 from kvtier.stores.slabs import BATCH, Slabs, SlotIO
@@ -101,10 +102,11 @@ def _digest(path: str, size: int) -> str:
 
 def recover(
     io: FileIO, names: Names, store: bytes, slabs: Slabs, map_bytes: int, inspect: Inspect
-) -> None:
+) -> Rows | None:
     """Afterwards the index is sound, or there is none (a new store).
 
-    Call with the gate held.  Raises StoreError for a newer format.
+    Returns its rows where they have been read already.  Call with the gate held.  Raises
+    StoreError for a newer format.
     """
     index = names.file(INDEX)
     _unlink_index(io, names.file(_SPARE))
@@ -112,9 +114,9 @@ def recover(
         if slabs.allocated:
             log.warning("kvtier disk: %s has no index; rebuilding it", names.directory)
             rebuild(io, names, store, slabs, map_bytes)
-        return
+        return None
     if is_clean(names):
-        return
+        return _rows_of(index)
     io.unlink(names.file(SET_ASIDE))  # the spare room is needed for the copy
     verdict = inspect(index, store, names.file(_SPARE))
     if verdict.status == NEWER:
@@ -122,7 +124,7 @@ def recover(
         raise newer(index, int(verdict.detail))
     if verdict.status == SOUND:
         _install(io, names)
-        return
+        return verdict.rows
     log.warning(
         "kvtier disk: the index of %s is damaged (%s); it is kept as %s and rebuilt",
         names.directory,
@@ -135,6 +137,15 @@ def recover(
     io.sync_directory(names.directory)
     io.point("recover:set aside")
     rebuild(io, names, store, slabs, map_bytes)
+    return None
+
+
+def _rows_of(index: str) -> Rows | None:
+    """Rows of an index that is byte for byte what was left, and so needs no further look."""
+    try:
+        return IndexFile(index).read(compact=False)[0]
+    except (ValueError, OSError):
+        return None
 
 
 def compact(io: FileIO, names: Names, store: bytes, inspect: Inspect) -> None:

@@ -422,7 +422,7 @@ def test_a_child_without_room_is_no_evidence(filled: Path, monkeypatch: pytest.M
     index = str(store_dir(filled) / "index.mdb")
     with pytest.raises(StoreError, match="No space left"):
         inspect_in_child(index, STORE, "/dev/full")
-    monkeypatch.setattr("kvtier.stores.scan._STARTED", "something else")  # as a shell may print
+    monkeypatch.setattr("kvtier.stores.scan.STARTED", "something else")  # as a shell may print
     with pytest.raises(StoreError, match="cannot be inspected"):
         inspect_in_child(index, STORE)
 
