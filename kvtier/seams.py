@@ -20,7 +20,8 @@ class Transfer(Protocol):
 
     def fence(self, stream: object | None) -> None:
         """Whatever is started after this waits for the work queued so far on ``stream``
-        (None: the current one).  The cache calls it when a step ends."""
+        (None: the current one), and what is queued there after this for the work that was fenced
+        on others.  The cache calls it when a step begins and when it ends."""
 
     def start(
         self,

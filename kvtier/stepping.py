@@ -77,6 +77,12 @@ class Stepping:
                 for lease in leases:
                     lease._in_step = False
                 raise
+        try:
+            # Pages that change hands were read, copied or cleared on whatever stream it was.
+            self._pump.transfer.fence(self._stream)
+        except BaseException:
+            self._end(self._step, commit=False)
+            raise
         return self._step
 
     def __exit__(

@@ -38,7 +38,8 @@ Fences = tuple[Event, ...]
 
 class Streams(Protocol):
     def fence(self, stream: object | None) -> None:
-        """Later ``fences()`` include the work queued so far on ``stream`` (None: the current)."""
+        """Later ``fences()`` include the work queued so far on ``stream`` (None: the current);
+        what it queues from here on runs behind the fences of other streams."""
 
     def fences(self) -> Fences:
         """All fences so far, the latest of every stream."""
@@ -107,8 +108,11 @@ class CudaStreams:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         with self._lock:
+            others = [e for s, e in self._fences.items() if s != stream.cuda_stream]
             self._compute = stream
             self._fences[stream.cuda_stream] = event
+        for other in others:  # pages that this one may be given were theirs
+            stream.wait_event(other)
 
     def fences(self) -> Fences:
         with self._lock:

@@ -458,6 +458,66 @@ def test_a_page_is_written_to_only_once_others_have_queued_their_copies(
         other.release()
 
 
+# --------------------------------------------------------------------------- several streams
+
+
+@on_gpu
+@all_layouts
+def test_pages_pass_from_one_compute_stream_to_another(layout: str, device: str) -> None:
+    """What a step still reads on its stream is not overwritten by its next owner's on another."""
+    with served(layout, device, gpu=4) as model:
+        a, b = torch.cuda.Stream(), torch.cuda.Stream()
+        c, layer = model.places[0]
+        tokens, other = tokens_of(model, 2.5), tokens_of(model, 2.5, seed=1)
+        with torch.cuda.stream(a):
+            lease = compute(model, tokens, write=False)
+            with model.cache.step([(lease, [5])]) as step:
+                model.write(step)
+                pause(model, LONG_S)
+                pages = lease.block_table()[:2].tolist()
+                read = model.pool._storage[c.name, layer][pages].clone()
+            lease.release()
+        with torch.cuda.stream(b):
+            lease = compute(model, other, write=False)
+            assert set(pages) <= set(lease.block_table().tolist()), "the scene is another one"
+            model.check(lease)
+            now = model.pool._storage[c.name, layer][pages].clone()
+            lease.release()
+        a.synchronize()
+        with torch.cuda.stream(a):
+            again = compute(model, tokens, write=False)
+            model.check(again)
+            fresh = again.block_table()[:2].tolist()
+            want = model.pool._storage[c.name, layer][fresh].clone()
+            again.release()
+        torch.cuda.synchronize()
+        assert torch.equal(read, want)
+        assert not torch.equal(now, want)
+
+
+@on_gpu
+@all_layouts
+@pytest.mark.parametrize("named", [True, False])
+def test_a_fork_goes_on_on_another_stream(layout: str, device: str, named: bool) -> None:
+    """Its partial page and its tail are copied on the stream that was fenced last."""
+    with served(layout, device) as model:
+        a, b = torch.cuda.Stream(), torch.cuda.Stream()
+        tokens = tokens_of(model, 2.5)
+        with torch.cuda.stream(b):
+            lease = compute(model, tokens, write=False)
+            pause(model, LONG_S)
+            kid = lease.fork()
+        with torch.cuda.stream(a):
+            with model.cache.step([(kid, [1, 2, 3])], stream=a if named else None) as step:
+                model.write(step)
+            model.check(kid)
+        with torch.cuda.stream(b):
+            model.check(lease)
+            model.check(kid)
+        lease.release()
+        kid.release()
+
+
 # --------------------------------------------------------------------------- those who go away
 
 

@@ -143,6 +143,21 @@ def test_leaving_a_step_gives_its_leases_back_whatever_the_fence_says(
     cache.close()
 
 
+def test_a_step_that_cannot_begin_keeps_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, transfer = make()
+    with cache.lease(prompt(9)) as lease:
+        monkeypatch.setattr(transfer, "fence", broken_fence)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            with cache.step([(lease, prompt(9))]):
+                raise AssertionError("entered")
+        monkeypatch.undo()
+        assert lease.num_tokens == 0
+        feed(cache, lease, prompt(9))
+    transfer.finish_all()
+    cache.check()
+    cache.close()
+
+
 def test_a_commit_that_fails_releases_what_was_released_in_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -171,10 +171,11 @@ def test_the_step_ends_behind_the_work_it_queued(
     """Also after an exception: what was queued still runs on those pages."""
     with cache.lease(prompt(3)) as lease:
         feed(cache, lease, prompt(3))
-        assert transfer.fences == 1
+        before = transfer.fences
         with pytest.raises(ZeroDivisionError), cache.step([(lease, [1])]):
+            assert transfer.fences == before + 1  # behind what others queued
             _ = 1 // 0
-        assert transfer.fences == 2
+        assert transfer.fences == before + 2
 
 
 def test_accept_commits_the_leading_tokens_only(cache: kvtier.Cache) -> None:
