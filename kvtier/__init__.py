@@ -11,6 +11,7 @@ from kvtier.config import (
     CheckpointPolicy,
     Dense,
     EvictionPolicy,
+    RestorePolicy,
     Sparse,
 )
 from kvtier.core.ops import Op, OpKind, Part
@@ -78,6 +79,7 @@ __all__ = [
     "Pin",
     "PrefixMatch",
     "Record",
+    "RestorePolicy",
     "Span",
     "Sparse",
     "Step",

@@ -18,9 +18,11 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self, final
 
 from kvtier.assembly import check_parts, geometry_of, make_core, make_transfer, open_store
-from kvtier.config import CacheConfig, as_int
+from kvtier.config import CacheConfig, RestorePolicy, as_int
 from kvtier.core import lookup
 from kvtier.core.keys import ANONYMOUS, chain_base, check_spans
+from kvtier.core.leases import LeaseRecord
+from kvtier.core.load_costs import ALWAYS, LoadCosts
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import OpKind
 from kvtier.errors import CacheClosed, ConfigError, KVTierError, LeaseError, StoreError
@@ -182,7 +184,7 @@ class Cache:
             _check_identity(identity)
         lock = self._pump.reading()
         try:
-            return lookup.match(self._core.residency, tokens, identity, spans)
+            return lookup.match(res, tokens, identity, spans)
         finally:
             lock.release()
 
@@ -204,10 +206,12 @@ class Cache:
 
         At most ``len(tokens) - 1`` tokens are reused, so there is always one to compute.  Falls
         back to shorter prefixes when the device is full.  ``max_reuse`` caps what is reused
+        restore: RestorePolicy | None = None,
         (prompt log-probabilities from a position on); ``read=False`` starts cold; ``write=False``
         leaves nothing behind in any tier.  ``reserve`` makes room for that many tokens past the
         reused prefix.  Pages of higher ``priority`` are evicted later; pages of a lease with a
-        ``ttl`` may be dropped that many seconds from now.
+        ``ttl`` may be dropped that many seconds from now.  ``restore`` (None: that of the
+        configuration) says how much is worth loading, and how long to wait for it.
 
         Raises OutOfPages if ``reserve`` cannot be met or ``max_leases`` are open; then nothing has
         changed.
@@ -229,10 +233,13 @@ class Cache:
             self._expire(core)
             record, ops = core.open(
                 packed,
+        policy = self._config.restore if restore is None else restore
+        _check_type("restore", policy, RestorePolicy)
                 identity=identity,
                 spans=placed,
                 max_reuse=max_reuse,
                 read=read,
+            costs = self._costs(policy)
                 write=write,
                 reserve=reserve,
                 priority=priority,
@@ -243,12 +250,16 @@ class Cache:
             lease = Lease(self._pump, self._layout, record, ready)
             self._pump.expect_ready(record, ready)
             self._pump.plan(ops)
+                costs=costs,
         return lease
 
     def step(
         self,
         work: Iterable[tuple[Lease, Tokens]],
         *,
+            if costs is not None:
+                self._pump.deadlines.bound(record, costs.compute_s, policy.timeout_s)
+                self._load_behind(core, record, policy)
         stream: "torch.cuda.Stream | None" = None,
     ) -> AbstractContextManager[Step]:
         """One forward pass over these leases, each with the tokens to feed it.
@@ -462,6 +473,23 @@ class Cache:
 
     def _flushed(self, future: "Future[None]", error: BaseException | None) -> None:
         """On whatever thread ended the wait; the store is written on another."""
+    def _costs(self, policy: RestorePolicy) -> LoadCosts | None:
+        """What a lease weighs that is opened now; None: nothing."""
+        rate = policy.prefill_tokens_per_s
+        if rate is None and policy.mode == "wait_complete":
+            return None
+        costs = self._pump.deadlines.costs(ALWAYS if rate is None else 1 / rate)
+        return costs.without_disk() if policy.mode == "best_effort" else costs
+
+    def _load_behind(self, core: CacheCore, record: LeaseRecord, policy: RestorePolicy) -> None:
+        """Nobody waits for what the lease has left on the disk.  On best effort all of it is
+        brought to the host; else a page now and then, to see whether the disk is still so slow."""
+        most = None if policy.mode == "best_effort" else 1
+        if record.dear and (most is None or self._pump.deadlines.disk_unproven()):
+            identity, spans = record.identity, record.spans
+            _, ops = core.prefetch(record.prompt, identity, spans, most=most)
+            self._pump.plan(ops)
+
         try:
             with self._pump as core:
                 ticks = core.disk_ticks()

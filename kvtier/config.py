@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from os import PathLike, fspath
 from types import MappingProxyType
 from typing import Literal
@@ -17,6 +18,7 @@ __all__ = [
     "CheckpointPolicy",
     "Dense",
     "EvictionPolicy",
+    "RestorePolicy",
     "Sparse",
     "as_int",
     "parse_bytes",
@@ -188,6 +190,45 @@ class EvictionPolicy:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class RestorePolicy:
+    """How long a lease may wait for its prefix.  Raises ConfigError naming the field.
+
+    Without a prefill rate all that is known is loaded.  With one, a lease resumes where loading
+    and then computing the rest should take least, by the speeds of host and disk as they were
+    measured lately; and when the disk turns out slower than that, it settles for what has arrived
+    before more than 4 % of the time to compute the whole prompt is lost.
+    """
+
+    mode: Literal["wait_complete", "best_effort", "timeout"] = "wait_complete"
+    """"wait_complete" waits for all that is worth loading.  "best_effort" waits for nothing from
+    the disk: it stands on what the device and the host have, and what only the disk has is brought
+    to the host for the next request.  "timeout" waits ``timeout_s`` at most and settles for what
+    has arrived."""
+    timeout_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    """How fast the server computes a prompt."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("wait_complete", "best_effort", "timeout"):
+            raise ConfigError(
+                f'mode must be "wait_complete", "best_effort" or "timeout", got {self.mode!r}'
+            )
+        if (self.mode == "timeout") != (self.timeout_s is not None):
+            raise ConfigError('mode="timeout" and timeout_s go together: set both, or neither')
+        _check_seconds("timeout_s", self.timeout_s, zero=True)
+        _check_seconds("prefill_tokens_per_s", self.prefill_tokens_per_s, zero=False)
+
+
+def _check_seconds(name: str, value: float | None, *, zero: bool) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+    if not 0 <= value < inf or not (value or zero):
+        raise ConfigError(f"{name} must be finite and {'not negative' if zero else 'above 0'}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """Sizes and paths of a cache.
@@ -220,6 +261,8 @@ class CacheConfig:
     """A step that fills pages while staging is full skips storing them, or waits ``wait_s``."""
     wait_s: float = 1.0
     io_threads: int = 4
+    restore: RestorePolicy = field(default_factory=RestorePolicy)
+    """Of leases that bring none of their own."""
     max_pinned: float = 0.5
     """Share of a tier that ``Cache.pin`` may hold."""
 
@@ -248,6 +291,8 @@ class CacheConfig:
             )
         if not isinstance(self.checkpoints, CheckpointPolicy):
             raise ConfigError(f"checkpoints must be a CheckpointPolicy, got {self.checkpoints!r}")
+        if not isinstance(self.restore, RestorePolicy):
+            raise ConfigError(f"restore must be a RestorePolicy, got {self.restore!r}")
         if self.store_after_hits < 0:
             raise ConfigError(f"store_after_hits must not be negative: {self.store_after_hits}")
         if self.on_full not in ("skip", "wait"):

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import cache, partial
+from math import inf
 from types import TracebackType
 from typing import Any, TypeVar, final
 from weakref import WeakSet
@@ -30,6 +31,7 @@ from weakref import WeakSet
 from kvtier.core.leases import LeaseRecord, PrefetchRecord
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Op, OpKind, Part
+from kvtier.deadlines import Deadlines
 from kvtier.errors import CacheClosed, InvariantError, KVTierError
 from kvtier.seams import Transfer
 from kvtier.types import LeaseState, Tier
@@ -117,6 +119,7 @@ class Pump:
         self._prefetches: dict[int, tuple[PrefetchRecord, Future[int]]] = {}
         self._sealed = False
         """No op is started any more: what is still planned ends at once, undelivered."""
+        self.deadlines = Deadlines(core, self.settle_late)
         self._broken: BaseException | None = None
         _pumps.add(self)
         _watch_forks()
@@ -173,6 +176,8 @@ class Pump:
         for op in ops:
             self._running[op.id] = op
             self._planned.append(op)
+            if op.kind is OpKind.RESTORE:
+                self.deadlines.started(op)
 
     def catch_up(self) -> None:
         """Leave the block only once every op planned so far has been started."""
@@ -212,6 +217,7 @@ class Pump:
 
     def release(self, record: LeaseRecord) -> None:
         """The lease gives everything back; who still waits for it learns that nothing came."""
+        self.deadlines.forget(record)
         self.plan(self._core.release(record))
         if (ready := self._ready.pop(record.id, None)) is not None:
             self._outcomes.append(partial(ready.set_result, 0))
@@ -233,6 +239,18 @@ class Pump:
                 self._empty_inbox()
             finally:
                 self._leave()
+
+    def settle_late(self) -> float:
+        """Let leases that have waited long enough stand on what is there.  Returns when to look
+        again."""
+        try:
+            with self as core:
+                late, later = self.deadlines.late()
+                for record in late:
+                    self.plan(core.settle_early(record))
+                return later
+        except KVTierError:  # it has been closed, or has stopped after a bug
+            return inf
 
     def cancel_prefetch(self, record: PrefetchRecord) -> None:
         """Take a prefetch's budget back, unless it is done."""
@@ -259,6 +277,7 @@ class Pump:
             self._sealed = not drain or self._broken is not None
         finally:
             self._leave()
+        self.deadlines.alarm.stop()
         try:
             self.transfer.close()
         except BaseException as error:
@@ -352,6 +371,8 @@ class Pump:
         op = self._running.pop(op_id, None)
         if op is None:
             raise InvariantError(f"op {op_id} ended twice or was never started")
+        if op.kind is OpKind.RESTORE:
+            self.deadlines.ended(op)
         self._count(op, delivered)
         ops = self._core.finish(op_id, delivered, error is not None)
         self.plan(ops)
@@ -390,6 +411,7 @@ class Pump:
                 if future is not None:
                     self._outcomes.append(partial(_fulfil, future, record.tokens))
             elif record.state is LeaseState.ACTIVE:
+                self.deadlines.forget(record)
                 if (ready := self._ready.pop(record.id, None)) is not None:
                     self._outcomes.append(partial(ready.set_result, record.length))
             elif (paused := self._paused.pop(record.id, None)) is not None:

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from kvtier.core.boundaries import inside_span
 from kvtier.core.copies import CHECKPOINT, CPU, GPU
 from kvtier.core.keys import check_spans, checkpoint_key, page_extras, page_key
 from kvtier.core.residency import Residency
-from kvtier.core.restore import inside_span
 from kvtier.core.tree import Node
 from kvtier.tokens import TokenBuffer
 from kvtier.types import Identity, PrefixMatch, Span

@@ -16,9 +16,9 @@ LAYERS = [
     {"tokens", "config"},
     {"layouts"},
     {"core"},
-    {"seams", "sizing", "trace"},
+    {"seams", "sizing", "speeds", "trace"},
     {"kernels", "stores"},
-    {"data"},
+    {"data", "deadlines"},
     {"pump", "step", "metrics"},
     {"lease"},
     {"assembly", "stepping"},
@@ -28,7 +28,8 @@ LAYERS = [
     {"cli"},
 ]
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
-PURE = {"errors", "types", "tokens", "config", "layouts", "core", "seams", "sizing", "trace"}
+PURE = {"errors", "types", "tokens", "config", "layouts", "core", "seams", "sizing"}
+PURE |= {"speeds", "trace"}
 # Of the standard library; `config` alone may ask os for `fspath`.
 IMPURE_STDLIB = {"threading", "time", "os", "random", "asyncio", "socket", "subprocess"}
 ALLOWED = {("config", "os.PathLike"), ("config", "os.fspath"), ("trace", "os.PathLike")}

@@ -1,0 +1,173 @@
+"""How long restoring leases may wait for the disk, and a thread that notices when that is over.
+
+Owns the clock and what is measured by it.  Reads the core, under its caller's lock, and changes
+nothing there: what settling for less means is the core's business.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from math import inf
+
+from kvtier.core.leases import LeaseRecord
+from kvtier.core.load_costs import SLACK, LoadCosts
+from kvtier.core.machine import CacheCore
+from kvtier.core.ops import Op
+from kvtier.speeds import Speeds
+from kvtier.types import LeaseState
+
+__all__ = ["Alarm", "Deadlines", "Patience"]
+
+RETRY_S = 0.01
+"""A lease whose time is over, but for which there is no room yet, is asked again so soon."""
+
+
+class Patience:
+    """How long one lease may wait for the disk."""
+
+    __slots__ = ("compute_s", "limit", "opened", "progress", "record")
+
+    def __init__(
+        self, record: LeaseRecord, *, opened: float, compute_s: float, timeout_s: float | None
+    ) -> None:
+        self.record = record
+        self.opened = opened
+        self.compute_s = compute_s
+        self.limit = inf if timeout_s is None else opened + timeout_s
+        self.progress = opened
+        """When an operation that it waits for ended last."""
+
+    def ends(self, at_hand: int, awaited: int, rest_s: float) -> float:
+        """When, if nothing arrives meanwhile.  It could stand on ``at_hand`` tokens now, and on
+        ``awaited`` once all is there, which should be ``rest_s`` after the last progress.
+
+        Settling then has lost no more of what computing the whole prompt takes than the slack; and
+        a load is given up before that once it is late by the time it would have saved.
+        """
+        lost = SLACK * len(self.record.prompt) + at_hand
+        spared = (awaited - at_hand) * self.compute_s
+        return min(
+            self.limit,
+            self.opened + lost * self.compute_s,
+            self.progress + rest_s + spared,
+        )
+
+
+class Deadlines:
+    """Those of one cache.  Called with its lock held, except for ``alarm``."""
+
+    def __init__(self, core: CacheCore, settle_late: Callable[[], float]) -> None:
+        self.clock: Callable[[], float] = time.monotonic
+        self.alarm = Alarm(settle_late)
+        self._core = core
+        self._speeds = Speeds(core.geometry.page_bytes, core.geometry.checkpoint_frames)
+        self._bounds: dict[int, Patience] = {}
+
+    def started(self, op: Op) -> None:
+        """A RESTORE."""
+        self._speeds.started(op, self.clock())
+
+    def ended(self, op: Op) -> None:
+        """Before the core is told."""
+        now = self.clock()
+        self._speeds.ended(op, now)
+        for patience in self._bounds.values():
+            if op.id in patience.record.waits:
+                patience.progress = now
+
+    def costs(self, compute_s: float) -> LoadCosts:
+        """Of loading, by what has been measured and is under way; a token takes ``compute_s``."""
+        return self._speeds.costs(compute_s, self.clock())
+
+    def disk_unproven(self) -> bool:
+        """Whether nobody has tried lately how fast the disk is."""
+        return self._speeds.disk.unproven(self.clock())
+
+    def bound(self, record: LeaseRecord, compute_s: float, timeout_s: float | None) -> None:
+        """A lease opened just now with costs settles for less when waiting for the disk no longer
+        pays, or has taken ``timeout_s``."""
+        if record.state is LeaseState.RESTORING:
+            patience = self._bounds[record.id] = Patience(
+                record, opened=self.clock(), compute_s=compute_s, timeout_s=timeout_s
+            )
+            self.alarm.set(self._ends(patience))
+
+    def forget(self, record: LeaseRecord) -> None:
+        """It waits no longer."""
+        self._bounds.pop(record.id, None)
+
+    def late(self) -> tuple[list[LeaseRecord], float]:
+        """Leases that have waited long enough, and when there may be others."""
+        now, late, first = self.clock(), [], inf
+        for patience in self._bounds.values():
+            ends = self._ends(patience)
+            if ends <= now:
+                late.append(patience.record)
+                ends = now + RETRY_S
+            first = min(first, ends)
+        return late, first
+
+    def _ends(self, patience: Patience) -> float:
+        record = patience.record
+        awaited = len(record.nodes) * self._core.geometry.page_tokens
+        at_hand = self._core.at_hand(record) if record.waits else awaited
+        if at_hand == awaited:  # the host will bring the rest
+            return inf
+        return patience.ends(at_hand, awaited, self._speeds.disk.rest_s(record.waits))
+
+
+class Alarm:
+    """Calls ``ring`` when it is time, on a thread of its own, which is there once it is needed.
+
+    ``ring`` returns when to be called next (infinity: not before ``set``).  Does not keep alive
+    whom ``ring`` belongs to.
+    """
+
+    def __init__(self, ring: Callable[[], float]) -> None:
+        self._ring = weakref.WeakMethod(ring)
+        self._owner = weakref.ref(getattr(ring, "__self__", None))
+        self._next = inf
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def set(self, when: float) -> None:
+        """Ring at ``when``, on the monotonic clock, unless it rings before that."""
+        with self._changed:
+            if when >= self._next or self._stopping:
+                return
+            self._next = when
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvtier-alarm", daemon=True)
+                self._thread.start()
+                if (owner := self._owner()) is not None:
+                    weakref.finalize(owner, self.stop).atexit = False
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Ring no more.  The thread ends by itself, soon."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while self._wait():
+            ring = self._ring()
+            if ring is None:
+                return
+            when = ring()
+            del ring
+            if when < inf:
+                self.set(when)
+
+    def _wait(self) -> bool:
+        """Until it is time; whether it is, and not the end."""
+        with self._changed:
+            while not self._stopping:
+                left = self._next - time.monotonic()
+                if left <= 0:
+                    self._next = inf
+                    return True
+                self._changed.wait(None if left == inf else left)
+        return False
