@@ -347,7 +347,7 @@ class DeviceStep:
         self.query_lens = tensors.lengths[0]
         self.context_lens = tensors.lengths[1]
         self.kv_lens = tensors.lengths[2]
-        self.state_slots = tensors.lengths[3] if len(step.state_slots) else tensors.lengths[3][:0]
+        self.state_slots = tensors.lengths[3] if step.layout.has_tails else tensors.lengths[3][:0]
         self.block_table = tensors.blocks
         self.window_table = tensors.windows
         self.captures = step.captures

@@ -2,6 +2,9 @@
 
 Slot s of a component lies in page ``s // slots per page``, as records are addressed.  -1 stands for
 no key.  Arithmetic on tables; nothing is read from pages.
+
+A page that is needed and missing raises ValueError where the table lies on the host.  On a device,
+which would have to be waited for, it is no key.
 """
 
 import torch
@@ -25,10 +28,7 @@ def closed_entries(positions: Tensor, ratio: int) -> Tensor:
 
 
 def entry_slots(entries: Tensor, pages: Tensor, page_tokens: int, ratio: int) -> Tensor:
-    """Slots (int64) of ``entries`` of one sequence whose pages are ``pages`` in order; -1 of -1.
-
-    Raises ValueError where a page is missing.
-    """
+    """Slots (int64) of ``entries`` of one sequence whose pages are ``pages`` in order; -1 of -1."""
     per_page = page_tokens // ratio
     number = entries.to(torch.int64).clamp_min(0)
     return torch.where(entries < 0, -1, _lookup(pages, number, per_page, entries >= 0))
@@ -40,8 +40,7 @@ def window_slots(
     """Slots (n, window) int32 of the tokens each query sees, its own last; -1 before the start.
 
     A query at position t sees positions t - window + 1 .. t.  ``window_table`` (sequences, pages)
-    holds window pages by number, -1 where freed.  A padding row sees nothing.  Raises ValueError
-    where a page that is needed is missing.
+    holds window pages by number, -1 where freed.  A padding row sees nothing.
     """
     sequences, positions = token_positions(batch)
     seen = positions[:, None] + torch.arange(1 - window, 1, device=positions.device)
@@ -104,6 +103,11 @@ def _lookup(
     columns = numbers // per_page
     inside = columns.clamp_max(table.shape[-1] - 1)
     page = (table[inside] if rows is None else table[rows, inside]).to(torch.int64)
-    if bool((wanted & ((page < 0) | (columns != inside))).any()):
+    missing = (page < 0) | (columns != inside)
+    if _on_host(table) and bool((wanted & missing).any()):
         raise ValueError("the table lacks a page that is needed")
-    return page * per_page + numbers % per_page
+    return torch.where(missing, -1, page * per_page + numbers % per_page)
+
+
+def _on_host(table: Tensor) -> bool:
+    return table.device.type == "cpu"

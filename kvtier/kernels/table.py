@@ -178,6 +178,18 @@ _ROWS: tuple[_Row, ...] = (
     ),
     *(
         _Row(
+            "sparse_attend",
+            record,
+            "triton",
+            _triton("sparse", "sparse_attend"),
+            frozenset({(512,)}),
+            _SINGLES,
+            _CUDA,
+        )
+        for record in (_DENSE, "v4_fp8")
+    ),
+    *(
+        _Row(
             "index_topk",
             record,
             "triton",

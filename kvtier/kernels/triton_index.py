@@ -17,7 +17,16 @@ from kvtier.config import parse_bytes
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.records import Record
 from kvtier.kernels.triton_batch import place
-from kvtier.kernels.triton_values import bits_of, cast, float_of, power_of_two, widened
+from kvtier.kernels.triton_values import (
+    bits_of,
+    e4m3_values,
+    float_of,
+    operand,
+    power_of_two,
+    precision,
+    product,
+    widened,
+)
 from kvtier.kernels.triton_write import adjacent, pool_of
 
 __all__ = ["index_topk"]
@@ -55,7 +64,7 @@ def index_topk(
     out = torch.empty(n, topk, dtype=torch.int32, device=query.device)
     where = (batch.cu_seqlens_q, batch.kv_lens_device, batch.kv_lens_device.shape[0])
     bound = max(batch.kv_lens, default=0) // ratio
-    dot = _dot(query, keys, record, on_gpu=query.is_cuda)
+    dot = precision(query, keys, record, on_gpu=query.is_cuda)
     tile = KEYS if dot == "bf16" else KEYS // 2
     block = _queries_at_a_time(parse_bytes(workspace_bytes, "workspace_bytes"), bound)
     scores = query.new_empty(min(n, block), bound, dtype=torch.int32)
@@ -103,16 +112,6 @@ def index_topk(
             num_warps=8,
         )
     return out
-
-
-def _dot(query: Tensor, keys: Tensor, record: Record, *, on_gpu: bool) -> str:
-    """Arithmetic of the products: holds queries and keys exactly, or float32 to its last bits."""
-    if record.pack is None and (keys.dtype != query.dtype or query.dtype != torch.bfloat16):
-        return "tf32x3"
-    # The interpreter multiplies no bfloat16.
-    if query.dtype in (torch.bfloat16, torch.uint8) and on_gpu:
-        return "bf16"
-    return "tf32" if query.element_size() <= 2 else "tf32x3"
 
 
 def _queries_at_a_time(workspace: int, bound: int) -> int:
@@ -232,33 +231,6 @@ def _select(
 
 
 @triton.jit
-def _operand(x, DOT: tl.constexpr):
-    wide = _e4m3_values(x) if x.dtype == tl.uint8 else widened(x)
-    if DOT == "bf16":
-        return cast(wide, tl.bfloat16)
-    else:  # said for the compiler, which looks at one branch then
-        return wide
-
-
-@triton.jit
-def _product(x, keys, DOT: tl.constexpr):
-    """(heads, keys) of (heads, width) and (keys, width)."""
-    if DOT == "tf32x3":
-        return tl.dot(x, tl.trans(keys), input_precision="tf32x3")
-    else:
-        return tl.dot(x, tl.trans(keys), input_precision="tf32")
-
-
-@triton.jit
-def _e4m3_values(codes):
-    """float32 of e4m3 codes, but for NaN, which no writer leaves."""
-    c = codes.to(tl.int32)
-    size = c & 0x7F
-    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, float_of((size + 960) << 20))
-    return tl.where(c >= 0x80, -value, value)
-
-
-@triton.jit
 def _e2m1_values(c):
     size = c & 7
     value = tl.where(size < 2, size.to(tl.float32) * 0.5, float_of((size + 252) << 22))
@@ -277,7 +249,7 @@ def _dot_dense(
         at = (begin + tl.arange(0, STEP))[None, :]
         x = tl.load(q + at, mask=real[:, None], other=0.0)
         key = tl.load(rows[:, None] + at, mask=seen[:, None], other=0.0)
-        products += _product(_operand(x, DOT), _operand(key, DOT), DOT)
+        products += product(operand(x, DOT), tl.trans(operand(key, DOT)), DOT)
     return products
 
 
@@ -292,7 +264,7 @@ def _dot_fp8(
         at = (begin + tl.arange(0, STEP))[None, :]
         x = tl.load(q + at, mask=real[:, None], other=0.0)
         codes = tl.load(rows + at, mask=seen[:, None], other=0)
-        products += _product(_operand(x, DOT), _operand(_e4m3_values(codes), DOT), DOT)
+        products += product(operand(x, DOT), tl.trans(operand(e4m3_values(codes), DOT)), DOT)
     scales = (pages + per_page * DIM + s * 4).to(tl.pointer_type(tl.float32))
     return products * tl.load(scales, mask=seen, other=0.0)[None, :]
 
@@ -310,8 +282,8 @@ def _dot_mxfp4(
         pairs = pairs.to(tl.int32)
         scales = (pages + per_page * (DIM // 2) + s * (DIM // 32))[:, None] + byte // 16
         power = power_of_two(tl.load(scales, mask=seen[:, None], other=127).to(tl.int32))
-        even = _operand(tl.load(q + 2 * byte, mask=real[:, None], other=0.0), DOT)
-        odd = _operand(tl.load(q + 2 * byte + 1, mask=real[:, None], other=0.0), DOT)
-        products += _product(even, _operand(_e2m1_values(pairs & 15) * power, DOT), DOT)
-        products += _product(odd, _operand(_e2m1_values(pairs >> 4) * power, DOT), DOT)
+        even = operand(tl.load(q + 2 * byte, mask=real[:, None], other=0.0), DOT)
+        odd = operand(tl.load(q + 2 * byte + 1, mask=real[:, None], other=0.0), DOT)
+        products += product(even, tl.trans(operand(_e2m1_values(pairs & 15) * power, DOT)), DOT)
+        products += product(odd, tl.trans(operand(_e2m1_values(pairs >> 4) * power, DOT)), DOT)
     return products

@@ -6,13 +6,15 @@ kernels that use them are launched with ``enable_fp_fusion=False``.  A row is a 
 whose number is a power of two.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvtier.kernels import exact
-from kvtier.kernels.records import FP4_FLOOR, FP8_FLOOR
+from kvtier.kernels.records import FP4_FLOOR, FP8_FLOOR, Record
 
-__all__: list[str] = []
+__all__ = ["precision"]
 
 _FP8_FLOOR = tl.constexpr(FP8_FLOOR)
 _FP4_FLOOR = tl.constexpr(FP4_FLOOR)
@@ -103,6 +105,48 @@ def quantised(x, TILE: tl.constexpr):
     tiles = tl.reshape(round_to_bf16(x), (x.shape[0] // TILE, TILE))
     exponents = tile_exponents(tiles, 0x1FFFFF, 8, _FP8_FLOOR)
     return e4m3_codes(tiles * power_of_two(254 - exponents)[:, None]), exponents
+
+
+@triton.jit
+def e4m3_values(codes):
+    """float32 of e4m3 codes, but for NaN, which no writer leaves."""
+    c = codes.to(tl.int32)
+    size = c & 0x7F
+    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, float_of((size + 960) << 20))
+    return tl.where(c >= 0x80, -value, value)
+
+
+# Products of matrices.
+
+
+def precision(query: Tensor, keys: Tensor, record: Record, *, on_gpu: bool) -> str:
+    """Arithmetic of products of queries, or their e4m3 codes, and keys, the ``DOT`` of ``operand``
+    and ``product``: it holds both exactly, or float32 to its last bits."""
+    if record.pack is None and (keys.dtype != query.dtype or query.dtype != torch.bfloat16):
+        return "tf32x3"
+    # The interpreter multiplies no bfloat16.
+    if query.dtype in (torch.bfloat16, torch.uint8) and on_gpu:
+        return "bf16"
+    return "tf32" if query.element_size() <= 2 else "tf32x3"
+
+
+@triton.jit
+def operand(x, DOT: tl.constexpr):
+    """Values of any float type, or e4m3 codes (uint8), as a product takes them."""
+    wide = e4m3_values(x) if x.dtype == tl.uint8 else widened(x)
+    if DOT == "bf16":
+        return cast(wide, tl.bfloat16)
+    else:  # said for the compiler, which looks at one branch then
+        return wide
+
+
+@triton.jit
+def product(a, b, DOT: tl.constexpr):
+    """float32 (m, n) of operands (m, k) and (k, n)."""
+    if DOT == "tf32x3":
+        return tl.dot(a, b, input_precision="tf32x3")
+    else:
+        return tl.dot(a, b, input_precision="tf32")
 
 
 # Arithmetic in a fixed order.

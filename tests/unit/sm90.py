@@ -20,7 +20,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kvtier.kernels import RECORDS, triton_compress, triton_index, triton_query, triton_write
+from kvtier.kernels import (
+    RECORDS,
+    triton_compress,
+    triton_index,
+    triton_query,
+    triton_sparse,
+    triton_values,
+    triton_write,
+)
 from tests.unit.v4_cases import batch_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -128,6 +136,23 @@ def indexes() -> Iterator[tuple[str, Callable[[], Any]]]:
                 )
 
 
+def attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
+    slots = torch.zeros(3, 128, dtype=torch.int32)
+    for dtype in FLOATS:
+        query = torch.zeros(3, 64, 512, dtype=dtype)
+        for name in ("v4_fp8", "dense"):
+            for storage in {torch.float32, dtype} if name == "dense" else {torch.uint8}:
+                label = f"{name} {storage} {dtype}".replace("torch.", "")
+                yield (
+                    f"sparse_attend {label}",
+                    lambda q=query, name=name, storage=storage: triton_sparse.sparse_attend(
+                        *(q, pages(name, 512, storage), slots, torch.zeros(64)),
+                        scale=1.0,
+                        record=RECORDS[name],
+                    ),
+                )
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -149,8 +174,9 @@ def main() -> None:
         )
     )
     # The interpreter has other products than a GPU.
-    chosen = triton_index._dot
-    triton_index._dot = lambda *args, on_gpu: chosen(*args, on_gpu=True)
+    chosen = triton_values.precision
+    for module in (triton_index, triton_sparse):
+        module.precision = lambda *args, on_gpu: chosen(*args, on_gpu=True)
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -160,7 +186,7 @@ def main() -> None:
 
     JITFunction.run = compile_only
     report: dict[str, Any] = {}
-    for cases in (writers, compressors, queries, indexes):
+    for cases in (writers, compressors, queries, indexes, attentions):
         for label, call in cases():
             if len(sys.argv) > 1 and not any(word in label for word in sys.argv[1:]):
                 continue

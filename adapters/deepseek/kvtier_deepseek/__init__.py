@@ -9,12 +9,14 @@ Supports V2-Lite, V2, V3 and V4; a model it does not know is refused by name.
 
 from kvtier_deepseek.attach import Adapter, StepReport, attach, backends
 from kvtier_deepseek.config import layout_for
+from kvtier_deepseek.decode import DecodeGraph
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.metadata import validate_step
 from kvtier_deepseek.runner import Generation, generate
 
 __all__ = [
     "Adapter",
+    "DecodeGraph",
     "Generation",
     "StepReport",
     "UnsupportedModel",

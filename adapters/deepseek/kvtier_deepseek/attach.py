@@ -9,7 +9,7 @@ forward.
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, final
 
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from kvtier import KVTierError, LayoutMismatch, TokenError
 from kvtier.kernels import table
 from kvtier.layouts import Layout
+from kvtier_deepseek.decode import DecodeGraph
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.family import Family, LayerAttention, Run
-from kvtier_deepseek.metadata import StepLike
+from kvtier_deepseek.metadata import DeviceStepLike, StepLike
 from kvtier_deepseek.mla.family import mla_family
 from kvtier_deepseek.v4.family import v4_family
 from kvtier_deepseek.v4.structure import looks_like_v4
@@ -80,7 +81,7 @@ def attach(
         workspace_bytes=workspace_bytes,
         max_absorbed=max_absorbed,
     )
-    return Adapter(model, family, cache.layout)
+    return Adapter(model, family, cache)
 
 
 def backends() -> list[dict[str, str]]:
@@ -95,10 +96,11 @@ class Adapter:
     Steps may run in several threads at once, as far as the model itself allows it.
     """
 
-    def __init__(self, model: nn.Module, family: Family, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, family: Family, cache: "Cache") -> None:
         self._model = model
         self._family = family
-        self._layout = layout
+        self._cache = cache
+        self._layout: Layout = cache.layout
         self._overrides: list[_Override] = []
         self._report = StepReport(0, 0)
         try:
@@ -143,25 +145,47 @@ class Adapter:
         (it has no last one), LayoutMismatch for a step of a cache with another layout and for
         inconsistent hand-made metadata.
         """
-        if not self._overrides:
-            raise KVTierError("this adapter is detached; attach the model again")
-        device = step.to_device(pad_to=pad_to)
-        if _made_by_kvtier(step):
-            self._check_layout(step)
-        else:
-            self._family.check_step(step, device)
-        self._check_ids(step)
+        self._check(step)
         if not all_logits:
             self._check_fed(step)
-        tokens = int(step.input_ids.shape[0])
-        ends = torch.from_numpy(step.cu_seqlens_q[1:].astype("int64")) - 1
-        keep = (torch.arange(tokens) if all_logits else ends).to(device.input_ids.device)
+        device = step.to_device(pad_to=pad_to)
+        if not _made_by_kvtier(step):
+            self._family.check_step(step, device)
+        rows, tokens = len(step.query_lens), len(step.input_ids)
         if tokens == 0:
             return self._no_logits(device.input_ids.device)
-        run = self._family.make_run(step, device, None)
-        token = _RUN.set(run)
-        try:
-            with torch.no_grad():
+        if all_logits:
+            return self._run(step, device, None)[:tokens]
+        return self._run(step, device, None, keep=device.cu_seqlens_q[1 : rows + 1].long() - 1)
+
+    def capture_decode(self, *, batch: int, pages: int) -> DecodeGraph:
+        """The model's decode step in a CUDA graph, for up to ``batch`` leases of up to ``pages``
+        device pages each (by the cache's ``page_tokens``).
+
+        Kernels are compiled first.  The model's own code must be such that it can be captured: it
+        may not wait for the device.  Of HF's mixtures of experts "batched_mm" does not, see
+        ``set_experts_implementation``.  Memory: scratch for ``batch`` tokens, and the scores of
+        ``batch`` queries against ``pages`` pages.  Raises ConfigError where an operation has no
+        kernel here that can be captured, and for sizes that are none.
+        """
+        self._check_attached()
+        return DecodeGraph(self, self._cache, batch=batch, pages=pages)
+
+    def _check(self, step: StepLike) -> None:
+        """What must hold before anything of the step goes to the device."""
+        self._check_attached()
+        if _made_by_kvtier(step):
+            self._check_layout(step)
+        self._check_ids(step)
+
+    def _run(
+        self, step: StepLike, device: DeviceStepLike, bound: int | None, keep: Tensor | int = 0
+    ) -> Tensor:
+        """Logits of the tokens ``keep`` (0: of all, padding too); ``bound`` as in ``make_run``."""
+        with torch.no_grad():
+            run = self._family.make_run(step, device, bound)
+            token = _RUN.set(run)
+            try:
                 result = self._model(
                     input_ids=device.input_ids.to(torch.int64)[None],
                     position_ids=device.positions.to(torch.int64)[None],
@@ -170,21 +194,25 @@ class Adapter:
                     logits_to_keep=keep,
                     **self._family.options,
                 )
-        finally:
-            _RUN.reset(token)
+            finally:
+                _RUN.reset(token)
         if len(run.written) != len(self._family.layers):
             raise KVTierError(
                 f"only layers {run.written} of {len(self._family.layers)} used the cache in this "
                 "step"
             )
         self._report = StepReport(
-            tokens,
+            len(step.input_ids),
             len(run.written),
             MappingProxyType(run.forms),
             MappingProxyType(run.backends),
         )
         logits: Tensor = result.logits[0]
         return logits
+
+    def _note(self, tokens: int) -> None:
+        """A graph has run: what it does was reported when it was captured."""
+        self._report = replace(self._report, tokens=tokens)
 
     def warmup(self) -> None:
         """Run every kernel that a step may need once, on scratch pages; compiles what compiles."""
@@ -201,6 +229,10 @@ class Adapter:
             override = self._overrides.pop()
             if vars(override.module).get("forward") is override:
                 del override.module.forward
+
+    def _check_attached(self) -> None:
+        if not self._overrides:
+            raise KVTierError("this adapter is detached; attach the model again")
 
     def _check_layout(self, step: StepLike) -> None:
         """Pages of another size or rings of another length would be read where they are not."""

@@ -1,0 +1,213 @@
+"""Sparse attention in triton: a program attends some heads of one query to both its slot lists.
+
+Keys are read and unpacked as they are needed, 64 values at a time: once for the scores, once for
+the output.  Nothing is asked of the device; slots past the pool count as none.  The length of a
+list costs what it has slots in it: whole tiles of -1 are passed over.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvtier.kernels.records import Record
+from kvtier.kernels.triton_values import (
+    cast,
+    e4m3_values,
+    operand,
+    power_of_two,
+    precision,
+    product,
+    widened,
+)
+from kvtier.kernels.triton_write import adjacent, pool_of
+
+__all__ = ["sparse_attend"]
+
+DIM = 512
+TILE = 32
+"""Keys at a time."""
+HEADS = 16
+"""Heads of one program, at most."""
+
+
+def sparse_attend(
+    query: Tensor,
+    window: Tensor,
+    window_slots: Tensor,
+    sink: Tensor,
+    *,
+    scale: float,
+    record: Record,
+    extra: Tensor | None = None,
+    extra_slots: Tensor | None = None,
+    workspace_bytes: int | str = "512MiB",
+) -> tuple[Tensor, Tensor]:
+    """``kvtier.kernels.sparse_attend``, for heads of 512 values; it takes no workspace."""
+    query, sink = adjacent(query), adjacent(sink)
+    n, heads, dim = query.shape
+    if extra is None or extra_slots is None:
+        extra, extra_slots = window, window_slots[:, :0]
+    window_slots, extra_slots = adjacent(window_slots), adjacent(extra_slots)
+    if dim != DIM or sink.shape != (heads,) or window_slots.shape[0] != n != extra_slots.shape[0]:
+        raise ValueError(
+            f"query {tuple(query.shape)}, sink {tuple(sink.shape)}, slots "
+            f"{tuple(window_slots.shape)} and {tuple(extra_slots.shape)}"
+        )
+    out = torch.empty(n, heads, dim, dtype=query.dtype, device=query.device)
+    lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
+    dot = precision(query, window, record, on_gpu=query.is_cuda)
+    if n:
+        _attend[(n, triton.cdiv(heads, HEADS))](
+            query,
+            *query.stride()[:2],
+            window,
+            *pool_of(window, record),
+            window_slots,
+            window_slots.stride(0),
+            window_slots.shape[1],
+            extra,
+            *pool_of(extra, record),
+            extra_slots,
+            extra_slots.stride(0),
+            extra_slots.shape[1],
+            sink,
+            scale,
+            out,
+            lse,
+            heads,
+            HEADS=HEADS,
+            TILE=TILE if dot != "tf32x3" else TILE // 2,
+            RECORD=record.name,
+            DOT=dot,
+            num_warps=4 if dot == "bf16" else 8,
+        )
+    return out, lse
+
+
+@triton.jit
+def _some_values(rows, scales, seen, C: tl.constexpr, RECORD: tl.constexpr, DOT: tl.constexpr):
+    """Values 64 * C .. of each key of a tile, (keys, 64)."""
+    at = C * 64 + tl.arange(0, 64)[None, :]
+    if RECORD == "dense":
+        return operand(tl.load(rows[:, None] + at, mask=seen[:, None], other=0.0), DOT)
+    else:
+        tl.static_assert(RECORD == "v4_fp8")
+        if C < 7:
+            codes = tl.load(rows[:, None] + at, mask=seen[:, None], other=0)
+            scale = power_of_two(tl.load(scales + C, mask=seen, other=127).to(tl.int32))
+            return operand(e4m3_values(codes) * scale[:, None], DOT)
+        else:
+            halves = (rows[:, None] + 448).to(tl.pointer_type(tl.bfloat16)) + (at - 448)
+            return operand(tl.load(halves, mask=seen[:, None], other=0.0), DOT)
+
+
+@triton.jit
+def _more_scores(
+    scores, q, real, rows, scales, seen,
+    C: tl.constexpr, RECORD: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    x = tl.load(q + C * 64 + tl.arange(0, 64)[None, :], mask=real[:, None], other=0.0)
+    keys = _some_values(rows, scales, seen, C, RECORD, DOT)
+    return scores + product(operand(x, DOT), tl.trans(keys), DOT)
+
+
+@triton.jit
+def _more_output(
+    acc, shrink, p, rows, scales, seen,
+    C: tl.constexpr, RECORD: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    keys = _some_values(rows, scales, seen, C, RECORD, DOT)
+    return acc * shrink[:, None] + product(p, keys, DOT)
+
+
+@triton.jit(
+    do_not_specialize=["window_there", "extra_there", "num_window", "num_extra", "scale"],
+    do_not_specialize_on_alignment=["window_slots", "extra_slots", "sink"],
+)
+def _attend(
+    query, token_stride, head_stride,
+    window, window_page_stride, window_per_page, window_there,
+    window_slots, window_slots_stride, num_window,
+    extra, extra_page_stride, extra_per_page, extra_there,
+    extra_slots, extra_slots_stride, num_extra,
+    sink, scale, out, lse, heads,
+    HEADS: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    real = head < heads
+    q = query + token * token_stride + (head * head_stride)[:, None]
+    most = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    a0 = tl.zeros((HEADS, 64), tl.float32)
+    a1 = tl.zeros((HEADS, 64), tl.float32)
+    a2 = tl.zeros((HEADS, 64), tl.float32)
+    a3 = tl.zeros((HEADS, 64), tl.float32)
+    a4 = tl.zeros((HEADS, 64), tl.float32)
+    a5 = tl.zeros((HEADS, 64), tl.float32)
+    a6 = tl.zeros((HEADS, 64), tl.float32)
+    a7 = tl.zeros((HEADS, 64), tl.float32)
+    in_window = tl.cdiv(num_window, TILE)
+    tiles = in_window + tl.cdiv(num_extra, TILE)
+    i = tiles * 0
+    while i < tiles:
+        first = i < in_window
+        at = tl.where(first, i, i - in_window) * TILE + tl.arange(0, TILE)
+        slots = tl.where(
+            first,
+            window_slots + token * window_slots_stride,
+            extra_slots + token * extra_slots_stride,
+        )
+        slot = tl.load(slots + at, mask=at < tl.where(first, num_window, num_extra), other=-1)
+        slot = slot.to(tl.int64)
+        seen = (slot >= 0) & (slot < tl.where(first, window_there, extra_there))
+        if tl.max(seen.to(tl.int32), axis=0) > 0:
+            slot = tl.where(seen, slot, 0)
+            storage = tl.where(first, window, extra)
+            page_stride = tl.where(first, window_page_stride, extra_page_stride).to(tl.int64)
+            if RECORD == "dense":
+                rows = storage + slot * page_stride
+                scales = rows
+            else:
+                per_page = tl.where(first, window_per_page, extra_per_page)
+                page = storage + slot // per_page * page_stride
+                rows = page + slot % per_page * 576
+                scales = page + per_page * 576 + slot % per_page * 8
+            s = tl.zeros((HEADS, TILE), tl.float32)
+            for c in tl.static_range(8):
+                s = _more_scores(s, q, real, rows, scales, seen, c, RECORD, DOT)
+            s = tl.where(seen[None, :], s * scale, float("-inf"))
+            new_most = tl.maximum(most, tl.max(s, axis=1))
+            shrink = tl.exp(most - new_most)
+            weights = tl.exp(s - new_most[:, None])
+            total = total * shrink + tl.sum(weights, axis=1)
+            most = new_most
+            p = operand(weights, DOT)
+            a0 = _more_output(a0, shrink, p, rows, scales, seen, 0, RECORD, DOT)
+            a1 = _more_output(a1, shrink, p, rows, scales, seen, 1, RECORD, DOT)
+            a2 = _more_output(a2, shrink, p, rows, scales, seen, 2, RECORD, DOT)
+            a3 = _more_output(a3, shrink, p, rows, scales, seen, 3, RECORD, DOT)
+            a4 = _more_output(a4, shrink, p, rows, scales, seen, 4, RECORD, DOT)
+            a5 = _more_output(a5, shrink, p, rows, scales, seen, 5, RECORD, DOT)
+            a6 = _more_output(a6, shrink, p, rows, scales, seen, 6, RECORD, DOT)
+            a7 = _more_output(a7, shrink, p, rows, scales, seen, 7, RECORD, DOT)
+        i += 1
+    none = total == 0.0
+    found = tl.where(none, float("-inf"), most + tl.log(tl.where(none, 1.0, total)))
+    row = token * heads + head
+    tl.store(lse + row, found, mask=real)
+    held = widened(tl.load(sink + head, mask=real, other=0.0))
+    # The sink's share of the denominator; no key is no output, whatever the sink.
+    share = tl.where(none, 0.0, 1.0 / (tl.where(none, 1.0, total) + tl.exp(held - most)))
+    o = out + (row * 512)[:, None] + tl.arange(0, 64)[None, :]
+    to = out.dtype.element_ty
+    w = share[:, None]
+    tl.store(o, cast(a0 * w, to), mask=real[:, None])
+    tl.store(o + 64, cast(a1 * w, to), mask=real[:, None])
+    tl.store(o + 128, cast(a2 * w, to), mask=real[:, None])
+    tl.store(o + 192, cast(a3 * w, to), mask=real[:, None])
+    tl.store(o + 256, cast(a4 * w, to), mask=real[:, None])
+    tl.store(o + 320, cast(a5 * w, to), mask=real[:, None])
+    tl.store(o + 384, cast(a6 * w, to), mask=real[:, None])
+    tl.store(o + 448, cast(a7 * w, to), mask=real[:, None])

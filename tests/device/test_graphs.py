@@ -1,0 +1,388 @@
+"""Decode steps in a CUDA graph: what is replayed is what the model computes kernel by kernel.
+
+Requests join, leave, change rows and cross the ends of groups, windows and pages between replays.
+What nobody owns is NaN.  Without a GPU the same steps run in the interpreter, under a guard that
+lets nothing be asked of a tensor.
+"""
+
+import copy
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache as memo
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+from kvtier import Cache, ConfigError, KVTierError
+from kvtier.kernels import select_all, slots
+from kvtier_deepseek import Adapter, DecodeGraph, attach, layout_for
+from tests.adapter.models import full_logits, random_tokens, tiny_model
+from tests.adapter.v4_models import v4_model
+from tests.shell.v4_kit import ByteModel, sized
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+ROWS, PAGES = 4, 4
+PACKED: dict[str, Any] = {}
+PLAIN = {"record": "fp32", "index_record": "fp32"}
+MLA: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+"""Sizes that the kernels of latent attention are made for."""
+KINDS = ("v3", "v4", "v4-plain")
+
+
+@memo
+def model_of(kind: str, dtype: torch.dtype) -> Any:
+    model = tiny_model(**MLA) if kind == "v3" else v4_model(seed=1)
+    model = model.to(dtype)
+    # The others ask the device how many tokens each expert has.
+    model.set_experts_implementation("batched_mm")
+    return model.to(DEVICE)
+
+
+def open_cache(kind: str, model: Any) -> Cache:
+    options = {"dtype": next(model.parameters()).dtype} if kind == "v3" else PACKED
+    layout = layout_for(model.config, **(PLAIN if kind == "v4-plain" else options))
+    config = sized(layout, gpu=24, cpu=0, max_leases=6)
+    opened = Cache(layout, config, model="tiny", device=DEVICE)
+    pool: Any = opened._pool
+    pool.poison_all()
+    return opened
+
+
+def held(cache: Cache) -> list[Tensor]:
+    """Everything on the device."""
+    pool: Any = cache._pool
+    return [*pool._storage.values(), pool.checkpoints]
+
+
+def starts(cache: Cache) -> list[int]:
+    """Prompts that end around the ends of a page."""
+    page = cache.layout.page_tokens
+    return [page - 3, page, 3, 2 * page - 1, page - 1, 2 * page + 5]
+
+
+ROUNDS: list[tuple[int, ...]] = [
+    (0, 1, 2, 3),
+    (3, 0),
+    (),
+    (5, 4, 0, 1),
+    (2,),
+    (4, 5, 3, 0),
+    (1, 0, 4),
+    (0, 4, 2, 1),
+]
+"""Which of six requests each step has, in the order of its rows."""
+
+
+@contextmanager
+def session(kind: str, dtype: torch.dtype, **options: Any) -> Iterator[tuple[Any, ...]]:
+    """(cache, adapter, leases, their tokens), the prompts computed."""
+    model = model_of(kind, dtype)
+    with open_cache(kind, model) as cache, attach(model, cache, **options) as adapter:
+        streams = [random_tokens(n + len(ROUNDS), seed) for seed, n in enumerate(starts(cache))]
+        leases = [cache.lease([]) for _ in streams]
+        for lease, tokens, n in zip(leases, streams, starts(cache), strict=True):
+            with cache.step([(lease, tokens[:n])]) as step:
+                adapter(step)
+        yield cache, adapter, leases, streams
+        for lease in leases:
+            lease.release()
+
+
+def steps(cache: Cache, leases: list[Any], streams: list[list[int]]) -> Iterator[Any]:
+    """Each round's step, open."""
+    for rows in ROUNDS:
+        work = [(leases[i], [streams[i][leases[i].num_tokens]]) for i in rows]
+        with cache.step(work) as step:
+            yield step
+
+
+def whole(adapter: Adapter, step: Any) -> Tensor:
+    """A step of as many rows, the head's too, in the adapter's ordinary way."""
+    return adapter.forward(step, all_logits=True, pad_to=ROWS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_replay_is_eager(kind: str, dtype: torch.dtype) -> None:
+    """F9, A4: logits and every byte on the device, checkpoints too; padding rows attend to nothing
+    and a step of nothing else writes nothing."""
+    if kind == "v3" and dtype is torch.float32:
+        dtype = torch.float16
+    with session(kind, dtype) as (cache, adapter, leases, streams):
+        outputs: list[Tensor] = []
+        hooks = [
+            layer.self_attn.register_forward_hook(lambda m, a, out: outputs.append(out[0]))
+            for layer in model_of(kind, dtype).model.layers
+        ]
+        before = [s.clone() for s in held(cache)]
+        graph = adapter.capture_decode(batch=ROWS, pages=PAGES)
+        assert all(map(torch.equal, held(cache), before))
+        captured = outputs[-len(hooks) :]
+        for hook in hooks:
+            hook.remove()
+        captures = 0
+        for step in steps(cache, leases, streams):
+            n, captures = len(step.leases), captures + len(step.captures)
+            before = [s.clone() for s in held(cache)]
+            logits = graph.replay(step).clone()
+            assert logits.shape == (n, 97)
+            assert adapter.report.tokens == n
+            after = [s.clone() for s in held(cache)]
+            assert all(bool((out[0, n:] == 0).all()) for out in captured)
+            if not n:
+                assert all(map(torch.equal, after, before))
+                continue
+            for ran in (graph.eager, lambda s: whole(adapter, s)):
+                for storage, was in zip(held(cache), before, strict=True):
+                    storage.copy_(was)
+                again = ran(step)
+                if ran == graph.eager or kind != "v3":
+                    assert torch.equal(logits, again)
+                    assert all(map(torch.equal, held(cache), after))
+                else:  # of other lengths the keys are cut into other parts
+                    torch.testing.assert_close(logits, again, atol=0.05, rtol=0.05)
+            assert not logits.isnan().any()
+        assert captures >= 2 or kind == "v3"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_replays_give_the_logits_of_the_whole_sequence(kind: str) -> None:
+    """By HF's own pass without a cache, in float32 where the kernels take it."""
+    dtype = torch.bfloat16 if kind == "v3" else torch.float32
+    reference = copy.deepcopy(model_of(kind, dtype)).to("cpu", torch.float32)
+    errors = []
+    with session(kind, dtype) as (cache, adapter, leases, streams):
+        graph = adapter.capture_decode(batch=ROWS, pages=PAGES)
+        wanted = [full_logits(reference, tokens) for tokens in streams]
+        for step in steps(cache, leases, streams):
+            logits = graph.replay(step).float().cpu()
+            for row, lease in enumerate(step.leases):
+                want = wanted[leases.index(lease)][lease.num_tokens]
+                errors.append((logits[row] - want).abs().max().item())
+    errors.sort()
+    # Of rounded keys or values the tiny models' experts may be others, so not of all.
+    assert errors[len(errors) // 2] < {"v3": 0.05, "v4": 0.5, "v4-plain": 5e-4}[kind], errors
+
+
+@pytest.mark.gpu
+def test_checkpoints_of_replays_are_resumed_from() -> None:
+    """A request that begins alike takes the page that was filled within a graph."""
+    with session("v4", torch.bfloat16) as (cache, adapter, leases, streams):
+        graph = adapter.capture_decode(batch=ROWS, pages=PAGES)
+        page, lease, tokens = cache.layout.page_tokens, leases[0], streams[0]
+        while lease.num_tokens < page + 2:
+            with cache.step([(lease, [tokens[lease.num_tokens]])]) as step:
+                wanted = graph.replay(step).clone()
+        lease.release()
+        ByteModel(cache).poison()
+        with cache.lease(tokens[: page + 2]) as again:
+            assert again.ready.result(timeout=30) == page
+            with cache.step([(again, tokens[page : page + 2])]) as step:
+                got = adapter(step)
+        torch.testing.assert_close(got, wanted, atol=0.05, rtol=0.05)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_never_waits_for_the_device(kind: str) -> None:
+    dtype = torch.float32 if kind == "v4-plain" else torch.bfloat16
+    with session(kind, dtype) as (cache, adapter, leases, streams):
+        graph = adapter.capture_decode(batch=ROWS, pages=PAGES)
+        for step in steps(cache, leases, streams):
+            with no_waiting():
+                graph.replay(step)
+                graph.eager(step)
+                adapter.forward(step, pad_to=ROWS)
+
+
+def compiled() -> int:
+    """Variants of all kernels that have been compiled for this device."""
+    names = [n for n in sys.modules if n.startswith(("kvtier.kernels.triton", "kvtier.kernels.gl"))]
+    kernels = {
+        id(k): k for n in names for k in vars(sys.modules[n]).values() if isinstance(k, JITFunction)
+    }
+    device = torch.cuda.current_device()
+    return sum(len(k.device_caches[device][0]) for k in kernels.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_warmup_compiles_everything(kind: str) -> None:
+    """E9: prefill, chunks, decode and checkpoints compile nothing afterwards."""
+    dtype = torch.float32 if kind == "v4-plain" else torch.bfloat16
+    model = model_of(kind, dtype)
+    with open_cache(kind, model) as cache, attach(model, cache) as adapter:
+        before = [s.clone() for s in held(cache)]
+        adapter.warmup()
+        assert all(map(torch.equal, held(cache), before))
+        warm = compiled()
+        assert warm > 0
+        graph = adapter.capture_decode(batch=ROWS, pages=PAGES)
+        tokens = random_tokens(900, 1)
+        with cache.lease([]) as one, cache.lease([]) as two:
+            for counts in [(1, 0), (15, 1), (16, 17), (230, 3), (1, 1), (300, 16), (0, 1), (33, 0)]:
+                work = [
+                    (lease, tokens[lease.num_tokens : lease.num_tokens + count])
+                    for lease, count in zip((one, two), counts, strict=True)
+                    if count
+                ]
+                with cache.step(work) as step:
+                    adapter(step)
+                with cache.step([(lease, [5]) for lease, _ in work]) as step:
+                    graph.replay(step)
+        assert compiled() == warm
+
+
+# Without a GPU: the same code path, in the interpreter.
+
+
+class NothingIsAsked(TorchDispatchMode):
+    """Refuses what would wait for a device, or bring numbers of the host into a graph."""
+
+    ASKING = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "is_nonzero",
+        "equal",
+        "lift_fresh",
+    )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        assert name not in self.ASKING, name
+        if name.startswith("index"):
+            flat = [a for arg in args for a in (arg if isinstance(arg, list | tuple) else [arg])]
+            masks = [a for a in flat if isinstance(a, Tensor) and a.dtype is torch.bool]
+            assert not masks, name
+        return func(*args, **(kwargs or {}))
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are chosen as there, and the host looks into no table."""
+
+    def select(cases: Any, **options: Any) -> Any:
+        moved = {key: replace(case, device="cuda") for key, case in cases.items()}
+        return select_all(moved, **options)
+
+    for family in ("mla", "v4"):
+        module = importlib.import_module(f"kvtier_deepseek.{family}.family")
+        monkeypatch.setattr(module, "select_all", select)
+    monkeypatch.setattr(slots, "_on_host", lambda table: False)
+
+
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+@pytest.mark.parametrize("kind", ["v3", "v4"])
+def test_nothing_is_asked_in_a_decode_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(**MLA).half() if kind == "v3" else v4_model((4, 128), seed=1)
+    model.set_experts_implementation("batched_mm")
+    with open_cache(kind, model) as cache, cache.lease([]) as lease:
+        page = cache.layout.page_tokens
+        with attach(model, cache) as adapter, cache.step([(lease, random_tokens(page - 1))]) as s:
+            adapter(s)
+        as_on_a_gpu(monkeypatch)
+        with attach(model, cache) as adapter:
+            graph = adapter.capture_decode(batch=2, pages=2)
+            for _ in range(2):  # the page's last token, and the next one's first
+                with cache.step([(lease, [7])]) as step:
+                    before = [s.clone() for s in held(cache)]
+                    device = graph._load(step)
+                    with NothingIsAsked():
+                        logits = adapter._run(step, device, graph._bound)
+                    adapter._family.capture(step, device)
+                    after = [s.clone() for s in held(cache)]
+                    for storage, was in zip(held(cache), before, strict=True):
+                        storage.copy_(was)
+                    again = adapter.forward(step, all_logits=True, pad_to=2)
+                    torch.testing.assert_close(again, logits[:1])
+                    assert all(map(torch.equal, held(cache), after))
+            assert set(adapter.report.backends.values()) == {"triton"}
+
+
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+def test_without_a_gpu_it_decodes_all_the_same() -> None:
+    with session("v4-plain", torch.float32) as (cache, adapter, leases, streams):
+        graph = adapter.capture_decode(batch=ROWS, pages=PAGES)
+        for step in steps(cache, leases, streams):
+            got = graph.replay(step).clone()
+            assert torch.equal(got, whole(adapter, step))
+
+
+class TestRefused:
+    def graph(self, cache: Cache, adapter: Adapter) -> DecodeGraph:
+        return adapter.capture_decode(batch=2, pages=1)
+
+    @pytest.mark.skipif(GPU, reason="needs the reference to be what is used")
+    def test_steps_that_do_not_fit(self) -> None:
+        model = tiny_model("v3", num_hidden_layers=1)
+        layout = layout_for(model.config, dtype="float32", page_tokens=4)
+        with (
+            Cache(layout, sized(layout, gpu=8, cpu=0), model="tiny", device="cpu") as cache,
+            attach(model, cache) as adapter,
+        ):
+            graph = self.graph(cache, adapter)
+            leases = [cache.lease([]) for _ in range(3)]
+            for work, says in (
+                ([(leases[0], [1, 2])], "one token of each lease"),
+                ([(lease, [1]) for lease in leases], "pad_to=2 is less than the batch of 3"),
+            ):
+                with pytest.raises(ConfigError, match=says), cache.step(work) as step:
+                    graph.replay(step)
+            with cache.step([(leases[0], [1, 2, 3, 4])]) as step:
+                adapter(step)
+            with pytest.raises(ConfigError, match="max_pages=2"):
+                with cache.step([(leases[0], [5])]) as step:
+                    graph.replay(step)
+            adapter.detach()
+            with pytest.raises(KVTierError, match="detached"):
+                with cache.step([(leases[1], [5])]) as step:
+                    graph.replay(step)
+            with pytest.raises(KVTierError, match="detached"):
+                self.graph(cache, adapter)
+            for lease in leases:
+                lease.release()
+
+    @pytest.mark.gpu
+    def test_a_model_that_runs_on_the_reference(self) -> None:
+        model = tiny_model("v3").to("cuda")
+        layout = layout_for(model.config, dtype="float32", page_tokens=4)
+        config = sized(layout, gpu=8, cpu=0)
+        with Cache(layout, config, model="tiny", device="cuda") as cache:
+            with attach(model, cache) as adapter, pytest.raises(ConfigError, match="mla_absorbed"):
+                self.graph(cache, adapter)
