@@ -47,7 +47,7 @@ _pumps: "WeakSet[Pump]" = WeakSet()
 
 def _in_child() -> None:
     for pump in _pumps:
-        pump.foreign = True
+        pump.foreign = pump.refuses = True
 
 
 @cache
@@ -101,7 +101,9 @@ class Pump:
         self._pid = os.getpid()
         self.foreign = False
         """Whether this is a forked child of the process that opened the cache."""
-        self._lock = threading.Lock()
+        self._lock = self.reading = threading.Lock()
+        """To be held, unless ``refuses``, by what changes nothing and is asked often.  It sees
+        what has arrived this moment the next: nobody empties the inbox for it."""
         self._turn = threading.Lock()
         """Free once every op planned so far has been started; each turn is a lock of its own."""
         self._starter = 0
@@ -117,10 +119,12 @@ class Pump:
         self._ready: dict[int, Future[int]] = {}
         self._paused: dict[int, Future[None]] = {}
         self._prefetches: dict[int, tuple[PrefetchRecord, Future[int]]] = {}
+        self.deadlines = Deadlines(core, self.settle_late)
         self._sealed = False
         """No op is started any more: what is still planned ends at once, undelivered."""
-        self.deadlines = Deadlines(core, self.settle_late)
         self._broken: BaseException | None = None
+        self.refuses = False
+        """Whether entering raises."""
         _pumps.add(self)
         _watch_forks()
 
@@ -160,14 +164,10 @@ class Pump:
         else:
             self._lock.release()
 
-    def reading(self) -> threading.Lock:
-        """The lock, taken: for what changes nothing and is asked often; the caller releases it.
-        Does not empty the inbox: what has arrived this moment is seen the next."""
-        if self.closed or self.foreign or self._broken is not None:
-            with self:
-                pass  # raises what there is to raise
-        self._lock.acquire()
-        return self._lock
+    def refuse(self) -> None:
+        """Raise what entering raises."""
+        with self:
+            pass
 
     # -- inside a block
 
@@ -265,7 +265,7 @@ class Pump:
         """
         self._lock.acquire()
         try:
-            self.closed = True
+            self.closed = self.refuses = True
             open_leases = list(self._core.leases.values())
             if self._broken is None:
                 try:
@@ -351,7 +351,7 @@ class Pump:
         say of its pages can no longer be trusted.  What runs ends; nothing more is started."""
         if self._broken is None:
             logger.critical("the cache stops after a bug", exc_info=bug)
-            self._broken = bug
+            self._broken, self.refuses = bug, True
             self._planned.clear()
             self._give_up(_stopped(bug))
 

@@ -168,8 +168,9 @@ BUGS = [
     Bug(
         "match makes recent",
         "lookup",
-        "    known = history = last.depth",
-        "    last.tick = res.tick = res.tick + 1\n    known = history = last.depth",
+        "    limit = ((len(data) >> 2) - 1) // page\n",
+        "    limit = ((len(data) >> 2) - 1) // page\n"
+        "    if run:\n        run.nodes[pages - 1].tick = res.tick = res.tick + 1\n",
     ),
     # ---------------------------------------------------------------- writing
     Bug(
@@ -310,8 +311,8 @@ BUGS = [
     Bug(
         "eviction ignores pins",
         "residency",
-        "            if node.pins or (tail is not None and",
-        "            if (tail is not None and",
+        "        if slot == GPU and node.pins:",
+        "        if False:",
     ),
     Bug(
         "eviction ignores readers",
@@ -322,7 +323,7 @@ BUGS = [
     Bug(
         "eviction takes inner pages",
         "residency",
-        "        if node.kids[slot]:\n            return False",
+        "        if node.kids(slot) != gone:\n            return False",
         "        if False:\n            return False",
     ),
     Bug(
@@ -346,8 +347,8 @@ BUGS = [
     Bug(
         "the line above a victim ignores other tiers",
         "evictor",
-        "            if (copies.count(None) == _ONE_COPY) != alone:\n",
-        "            if False:\n",
+        "                or (copies.count(None) == _ONE_COPY) != alone\n",
+        "",
     ),
     Bug(
         "children that begin alike are one",
@@ -400,10 +401,10 @@ BUGS = [
         "if False:",
     ),
     Bug(
-        "a cleared page still counts as a child",
-        "residency",
-        "                    n.parent.kids[GPU] -= 1  # a dead",
-        "                    pass  # a dead",
+        "pages that left the tree still count as children",
+        "tree",
+        "                run.hold(tier, first)\n",
+        "                pass\n",
     ),
     Bug(
         "time to live ends when a page is on disk only",
@@ -426,7 +427,7 @@ BUGS = [
     Bug(
         "the line above a victim ignores branches",
         "evictor",
-        "                or above.kids[slot] != 1\n",
+        "                or ((branches := above.branches) is not None and branches[slot])\n",
         "",
     ),
     Bug(
@@ -548,7 +549,7 @@ BUGS = [
     Bug(
         "a run remembers where its evicted pages were left",
         "tree",
-        "            run.fork = run.fork[:kept]",
+        "            run.fork = run.fork[: first * self.stride]",
         "            pass",
     ),
     Bug(
@@ -608,7 +609,7 @@ BUGS = [
     Bug(
         "a frame may be given back twice",
         "frames",
-        '            assert self._taken[f], "I1: a frame given back twice"',
+        '            assert taken[f], "I1: a frame given back twice"',
         "            pass",
     ),
 ]

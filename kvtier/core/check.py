@@ -104,8 +104,8 @@ def _nodes(core: "CacheCore", nodes: list[Node], pins: Counter[Node], errors: li
             errors.append(f"I7: node {n.depth} is kept for nothing")
         for tier in (GPU, CPU, DISK):
             kids = sum(k.copies[tier] is not None for k in n.offspring())
-            if n.kids[tier] != kids:
-                errors.append(f"I6: node {n.depth} counts {n.kids[tier]} in {tier}, has {kids}")
+            if n.kids(tier) != kids:
+                errors.append(f"I6: node {n.depth} counts {n.kids(tier)} in {tier}, has {kids}")
             if n.copies[tier] is not None and parent.depth and parent.copies[tier] is None:
                 errors.append(f"I6: node {n.depth} is in tier {tier}, its parent is not")
             if n.copies[tier + CHECKPOINT] is not None and n.copies[tier] is None:

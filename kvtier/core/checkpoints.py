@@ -106,9 +106,9 @@ def hopeless(node: "Node", *, kids: int = 0, checkpoint: bool = False) -> bool:
     host = node.copies[CPU + CHECKPOINT]
     return (
         not node.pins
-        and node.kids[CPU] == kids
-        and not node.kids[GPU]
-        and not node.kids[DISK]
+        and node.kids(CPU) == kids
+        and not node.kids(GPU)
+        and not node.kids(DISK)
         and (host is None or checkpoint)
         and node.copies[GPU + CHECKPOINT] is None
         and node.copies[DISK + CHECKPOINT] is None

@@ -112,12 +112,11 @@ class Evictor:
 
     def _cut(self, line: Line, ghosts: list[bytes]) -> Node:
         """Take pages that are nowhere else out of the tree; returns the one above."""
-        tree, leaf, slot = self.residency.tree, line[0].node, line[0].slot
+        tree, leaf = self.residency.tree, line[0].node
         assert leaf is not None and leaf.run is not None
         run, stop = leaf.run, leaf.index + 1
         first = stop - len(line)
         above = run.nodes[first - 1] if first else run.parent
-        above.kids[slot] -= 1
         for copy in line:
             copy.node = None
         pages = range(first * tree.stride, stop * tree.stride, tree.stride)
@@ -127,20 +126,21 @@ class Evictor:
 
     def _thin(self, line: Line) -> Node:
         """Take copies of pages that are in other tiers too; returns the page above."""
-        slot = line[0].slot
+        slot, last = line[0].slot, line[-1].node
+        assert last is not None and last.run is not None
+        last.run.hold(slot, last.index)
         for copy in line:
             node, copy.node = copy.node, None
             assert node is not None and node.parent is not None
             node.copies[slot] = None
             above = node.parent
-            above.kids[slot] -= 1
             if node.copies[GPU] is None and node.copies[CPU] is None:
                 self.residency.prune(node)
         return above
 
     def _fell_free(self, node: Node, slot: int) -> None:
         """The last child of ``node`` may have left this tier."""
-        if node.kids[slot] == 0 and (copy := node.copies[slot]) is not None:
+        if not node.kids(slot) and (copy := node.copies[slot]) is not None:
             self.residency.became_leaf(node, copy)
         if node.depth:
             self.residency.prune(node)
@@ -192,6 +192,7 @@ class Evictor:
         if not node.index or node.copies[slot + CHECKPOINT] is not None:
             return
         tick, hits, priority, alone = node.tick, node.hits, node.priority, _alone(node)
+        append = line.append
         for above in reversed(node.run.nodes[max(0, node.index - need) : node.index]):
             copies = above.copies
             up = copies[slot]
@@ -200,18 +201,17 @@ class Evictor:
                 or above.tick != tick
                 or above.hits != hits
                 or above.priority != priority
-                or above.kids[slot] != 1
                 or above.pins
                 or above.keeps
                 or up.readers
                 or not up.ready
+                or ((branches := above.branches) is not None and branches[slot])
+                or (copies.count(None) == _ONE_COPY) != alone
             ):
-                return
-            if (copies.count(None) == _ONE_COPY) != alone:
                 return
             if not alone and (copies[slot + CHECKPOINT] is not None or promised(copies, slot)):
                 return
-            line.append(up)
+            append(up)
 
     def _needed_by(self, copy: Copy) -> Copy | None:
         """The copy in the same pool that this one keeps from being a leaf."""
@@ -226,14 +226,13 @@ class Evictor:
         """Whether ``up`` could leave once ``gone`` of what needs it has left."""
         node, slot = up.node, up.slot
         assert node is not None
-        kids, tail = node.kids[slot], node.copies[slot + CHECKPOINT]
+        kids, tail = node.kids(slot), node.copies[slot + CHECKPOINT]
         if kids + (slot == CPU and tail is not None) != gone:
             return False
-        node.kids[slot] = 0
         if slot == CPU:
             node.copies[slot + CHECKPOINT] = None
-        free = self.residency.evictable(up)
-        node.kids[slot], node.copies[slot + CHECKPOINT] = kids, tail
+        free = self.residency.evictable(up, gone=kids)
+        node.copies[slot + CHECKPOINT] = tail
         return free
 
     def _hopeless_after(self, up: Copy, copy: Copy, gone: int) -> bool:

@@ -3,7 +3,7 @@
 Knows nothing of what a frame holds.  A double give raises.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 __all__ = ["FramePool"]
 
@@ -33,11 +33,12 @@ class FramePool:
             self._taken[f] = 1
         return frames
 
-    def give(self, frames: Iterable[int]) -> None:
+    def give(self, frames: Sequence[int]) -> None:
+        taken = self._taken
         for f in frames:
-            assert self._taken[f], "I1: a frame given back twice"
-            self._taken[f] = 0
-            self._free.append(f)
+            assert taken[f], "I1: a frame given back twice"
+            taken[f] = 0
+        self._free += frames
 
     def order(self) -> tuple[int, ...]:
         """The free frames, those taken next last; for ``digest()``."""

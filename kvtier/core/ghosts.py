@@ -19,14 +19,16 @@ _SOON = 8
 class Ghosts:
     """Beginnings of the last evicted pages of a memory tier of ``frames`` pages."""
 
-    __slots__ = ("_evicted", "_frames", "_limit", "_returned", "_ring", "_seen")
+    __slots__ = ("_evicted", "_frames", "_limit", "_returned", "_ring", "_ringed", "_seen")
 
     def __init__(self, frames: int, limit: int) -> None:
         self._frames = max(1, frames)
         self._limit = limit
         self._seen: dict[bytes, int] = {}
         """Beginning -> twice its number among the evicted of its kind, plus the kind."""
-        self._ring: deque[tuple[bytes, int]] = deque()
+        self._ring: deque[tuple[Sequence[bytes], range]] = deque()
+        """What was remembered, oldest first: pages evicted together and their marks."""
+        self._ringed = 0
         self._evicted = [0, 0]
         self._returned = [0, 0]
 
@@ -39,16 +41,19 @@ class Ghosts:
 
     def remember(self, pages: Sequence[bytes], again: bool) -> None:
         """Beginnings of evicted pages, and whether these had been found again before."""
-        seen, ring = self._seen, self._ring
+        seen = self._seen
         before = self._evicted[again]
         after = self._evicted[again] = before + len(pages)
         marks = range(2 * before + 2 + again, 2 * after + 2 + again, 2)
         seen.update(zip(pages, marks, strict=True))
-        ring.extend(zip(pages, marks, strict=True))
-        while len(ring) > self._limit:
-            page, mark = ring.popleft()
-            if seen.get(page) == mark:
-                del seen[page]
+        self._ring.append((pages, marks))
+        self._ringed += len(pages)
+        while self._ringed > self._limit:
+            pages, marks = self._ring.popleft()
+            self._ringed -= len(pages)
+            for page, mark in zip(pages, marks, strict=True):
+                if seen.get(page) == mark:
+                    del seen[page]
 
     def back(self, page: bytes) -> bool:
         """A page is being made anew: whether it was evicted lately; counts if it was just now."""
@@ -72,4 +77,5 @@ class Ghosts:
     def clear(self) -> None:
         self._seen.clear()
         self._ring.clear()
+        self._ringed = 0
         self._returned = [0, 0]

@@ -1,7 +1,7 @@
 """``match``: what a lease opened now would find.  Reads only."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from functools import lru_cache
 
 from kvtier.core.boundaries import inside_span
 from kvtier.core.copies import CHECKPOINT, CPU, GPU
@@ -11,46 +11,57 @@ from kvtier.core.tree import Node
 from kvtier.tokens import TokenBuffer
 from kvtier.types import Identity, PrefixMatch, Span
 
-__all__ = ["match"]
+__all__ = ["NOTHING", "absent", "match"]
 
-_NOTHING = PrefixMatch(0, 0, 0, 0, 0, 0)
-_NO_EXTRAS: Mapping[int, bytes] = MappingProxyType({})
-_new = tuple.__new__  # half the time of calling the class, on the path that is asked most
+NOTHING = PrefixMatch(0, 0, 0, 0, 0, 0)
+
+
+def absent(res: Residency, tokens: TokenBuffer, identity: Identity) -> bool:
+    """Whether ``match`` without spans would find nothing; False also where that takes a look.
+
+    The one thing here that may be asked at any time, whatever another thread is changing: it
+    reads two references and looks one beginning up, and each of them is as it was before some
+    change or after it.  A page is known from the moment its run hangs under its beginning.
+    """
+    tree = res.tree
+    who, root = tree.last
+    if who is not identity or res.disk is not None:
+        return False
+    children = None if root is None else root.children
+    return children is None or tokens.data[: tree.head] not in children
 
 
 def match(
     res: Residency, tokens: TokenBuffer, identity: Identity, spans: Sequence[Span]
 ) -> PrefixMatch:
     """What a lease opened now would find.  Reads only: no pin, no recency change."""
-    data, disk, extras = tokens.data, res.disk, _NO_EXTRAS
+    data, disk, geometry = tokens.data, res.disk, res.geometry
+    extras: Mapping[int, bytes] | None = None
     if spans:
         spans = check_spans(spans, len(tokens))
-        extras = page_extras(spans, res.geometry.page_tokens)
+        extras = page_extras(spans, geometry.page_tokens)
     root = res.tree.find_root(identity)
     if root is None:
         if disk is None or not disk.rows:
-            return _NOTHING
-        last = res.bare_root(identity)
-    else:
-        last = res.tree.walk(root, data, extras)
-    known = history = last.depth
-    if not known and disk is None:
-        return _NOTHING
-    geometry = res.geometry
+            return NOTHING
+        root = res.bare_root(identity)
+    run, pages = res.tree.reach(root, data, extras)
+    known = history = 0 if run is None else run.parent.depth + pages
     page = geometry.page_tokens
     limit = ((len(data) >> 2) - 1) // page
-    if known >= limit > 0 and last.copies[GPU] and not (spans or geometry.has_tails):
-        tokens_found = limit * page  # all on the device
-        return _new(PrefixMatch, (tokens_found, known * page, tokens_found, 0, 0, 0))
+    whole = known >= limit and not (spans or geometry.has_tails)
+    if whole and run is not None and limit > 0 and run.held[GPU] >= pages:
+        return _on_device(limit * page, known * page)
+    last = root if run is None else run.nodes[pages - 1]
     if known < limit and disk is not None:
         history += _disk_pages(res, last, data, extras, known, limit)
-        if not history:
-            return _NOTHING
+    if not history:
+        return NOTHING
     usable = min(history, limit)
-    if spans or res.geometry.has_tails:
+    if spans or geometry.has_tails:
         usable = _resumable(res, last, history, usable, data, extras, spans)
     if usable < 1:
-        return _NOTHING if not history else PrefixMatch(0, history * page, 0, 0, 0, 0)
+        return PrefixMatch(0, history * page, 0, 0, 0, 0)
     on_gpu = min(_in_tier(last, GPU), usable)
     on_cpu = on_gpu if on_gpu == usable else max(on_gpu, min(_in_tier(last, CPU), usable))
     return PrefixMatch(
@@ -59,8 +70,13 @@ def match(
         on_gpu * page,
         (on_cpu - on_gpu) * page,
         (usable - on_cpu) * page,
-        (usable - on_gpu) * res.geometry.page_bytes,
+        (usable - on_gpu) * geometry.page_bytes,
     )
+
+
+@lru_cache(4096)  # half the time of making one, on the path that is asked most
+def _on_device(tokens: int, history_tokens: int) -> PrefixMatch:
+    return PrefixMatch(tokens, history_tokens, tokens, 0, 0, 0)
 
 
 def _resumable(
@@ -69,7 +85,7 @@ def _resumable(
     history: int,
     usable: int,
     data: bytes,
-    extras: Mapping[int, bytes],
+    extras: Mapping[int, bytes] | None,
     spans: Sequence[Span],
 ) -> int:
     """The deepest of ``usable`` page ends that no span and no missing checkpoint rules out."""
@@ -87,32 +103,23 @@ def _resumable(
 
 
 def _in_tier(node: Node, slot: int) -> int:
-    """How many pages of the path to ``node`` have a copy in a tier.  Tiers are prefix-closed: a
-    page with a copy answers for all above it, and within a run a bisection finds the last."""
-    while node.depth and node.copies[slot] is None:
-        run = node.run
-        assert run is not None
-        if run.nodes[0].copies[slot] is None:
-            node = run.parent
-            continue
-        low, high = 0, node.index
-        while high - low > 1:
-            mid = (low + high) // 2
-            if run.nodes[mid].copies[slot] is None:
-                high = mid
-            else:
-                low = mid
-        node = run.nodes[low]
-    return node.depth
+    """How many pages of the path to ``node`` have a history copy in a tier.  Tiers are
+    prefix-closed: a run with one answers for all above it."""
+    while (run := node.run) is not None:
+        if held := min(run.held[slot], node.index + 1):
+            return run.parent.depth + held
+        node = run.parent
+    return 0
 
 
 def _disk_checkpoints(
-    res: Residency, last: Node, data: bytes, extras: Mapping[int, bytes], count: int
+    res: Residency, last: Node, data: bytes, extras: Mapping[int, bytes] | None, count: int
 ) -> list[bool]:
     """For ``count`` pages behind ``last`` that are only on disk: whether each has a checkpoint."""
     stride, key, out = res.tree.stride, res.digest(last) if count else b"", []
     for page in range(last.depth, last.depth + count):
-        key = page_key(key, data[page * stride : (page + 1) * stride], extras.get(page, b""))
+        extra = extras.get(page, b"") if extras else b""
+        key = page_key(key, data[page * stride : (page + 1) * stride], extra)
         out.append(res.disk is not None and res.disk.find(checkpoint_key(key)) >= 0)
     return out
 
@@ -121,7 +128,7 @@ def _disk_pages(
     res: Residency,
     last: Node,
     data: bytes,
-    extras: Mapping[int, bytes],
+    extras: Mapping[int, bytes] | None,
     first: int,
     limit: int,
 ) -> int:
@@ -132,7 +139,7 @@ def _disk_pages(
     key, page = last.digest or res.digest(last), first
     while page < limit:
         tokens = data[page * stride : (page + 1) * stride]
-        key = page_key(key, tokens, extras.get(page, b""))
+        key = page_key(key, tokens, extras.get(page, b"") if extras else b"")
         if disk.find(key) < 0:
             break
         page += 1

@@ -134,7 +134,10 @@ class Residency:
         if slot < CHECKPOINT:
             parent, run = node.parent, node.run
             assert parent is not None and run is not None
-            run.hold(slot, node.index + 1)
+            if node.index:
+                run.held[slot] = node.index + 1
+            else:
+                run.hold(slot, 1)
             assert parent.depth == 0 or parent.copies[slot] is not None, "I6: parent not in tier"
         if slot % 3 == DISK:
             kept = node.keeps if slot == DISK else self.kept_tails.get(node, 0)
@@ -295,7 +298,7 @@ class Residency:
                     continue
                 if (copy := n.copies[GPU]) is None:
                     self.prune(n)
-                elif not n.kids(GPU):
+                elif n.branches is not None or n.run.held[GPU] == n.index + 1:  # else: a child
                     self.offer(copy)
 
     def touch(self, nodes: Sequence[Node], hits: int = 0) -> None:
@@ -472,13 +475,12 @@ class Residency:
             return False
         if slot >= CHECKPOINT:
             return self._tail_spare(copy)
+        if slot == GPU and node.pins:
+            return False
         if node.kids(slot) != gone:
             return False
         tail = node.copies[slot + CHECKPOINT]
-        if slot == GPU:
-            if node.pins or (tail is not None and not self.evictable(tail)):
-                return False
-        elif tail is not None:
+        if tail is not None and (slot != GPU or not self.evictable(tail)):
             return False
         if promised(node.copies, slot):
             return False

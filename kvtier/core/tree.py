@@ -29,7 +29,7 @@ _RUN_BYTES = 1 << 14
 class Run:
     """Pages inserted together.  ``tokens`` may be longer than ``nodes`` after eviction."""
 
-    __slots__ = ("extra", "fork", "nodes", "parent", "tokens")
+    __slots__ = ("extra", "fork", "held", "nodes", "parent", "tokens")
 
     def __init__(self, parent: "Node", tokens: bytes, extra: bytes) -> None:
         self.parent = parent
@@ -40,12 +40,23 @@ class Run:
         self.fork = b""
         """Tokens up to where somebody left this run lately.  Many sequences leave a shared prefix
         at the same page, and then one compare takes the place of a bisection."""
+        self.held = [0, 0, 0]
+        """Per tier: how many of its pages, from the first on, have a history copy there."""
+
+    def hold(self, tier: int, pages: int) -> None:
+        """From now on its first ``pages`` pages have a history copy in a tier."""
+        before, self.held[tier] = self.held[tier], pages
+        if bool(before) != bool(pages):
+            if (branches := self.parent.branches) is None:
+                branches = self.parent.branches = [0, 0, 0]
+            branches[tier] += 1 if pages else -1
 
 
 class Node:
     """One page.  A root (depth 0) stands for an identity and holds no page."""
 
     __slots__ = (
+        "branches",
         "children",
         "copies",
         "depth",
@@ -54,7 +65,6 @@ class Node:
         "hits",
         "index",
         "keeps",
-        "kids",
         "parent",
         "pins",
         "priority",
@@ -68,8 +78,8 @@ class Node:
     """Other runs that go on from here, by how they begin; where several begin alike, by page."""
     copies: "list[Copy | None]"
     """By ``residency`` slot: history and checkpoint, in each tier."""
-    kids: list[int]
-    """Per tier: how many children have a history copy there."""
+    branches: list[int] | None
+    """Per tier: how many of the runs in ``children`` have a history copy there."""
     expires: float
     """When its time to live ends."""
     digest: bytes
@@ -82,7 +92,7 @@ class Node:
         self.depth = depth
         self.children = None
         self.copies = [None, None, None, None, None, None]
-        self.kids = [0, 0, 0]
+        self.branches = None
         self.pins = 0
         self.keeps = 0
         self.tick = 0
@@ -95,6 +105,12 @@ class Node:
     def dead(self) -> bool:
         """Left the tree: nothing can match it any more."""
         return self.run is None
+
+    def kids(self, tier: int) -> int:
+        """How many children have a history copy in a tier."""
+        run, branches = self.run, self.branches
+        kids = 0 if branches is None else branches[tier]
+        return kids if run is None or run.held[tier] <= self.index + 1 else kids + 1
 
     def successor(self) -> "Node | None":
         if self.run is not None and self.index + 1 < len(self.run.nodes):
@@ -125,22 +141,24 @@ class Node:
 class RadixTree:
     """All known prefixes, by identity."""
 
-    __slots__ = ("_head", "_last", "_sweep_at", "num_nodes", "roots", "stride")
+    __slots__ = ("_sweep_at", "head", "last", "num_nodes", "roots", "stride")
 
     def __init__(self, page_tokens: int) -> None:
         self.stride = page_tokens * 4
-        self._head = min(_HEAD_BYTES, self.stride)
+        self.head = min(_HEAD_BYTES, self.stride)
+        """How many bytes of a page children are looked up by."""
         self.roots: dict[Identity, Node] = {}
         self.num_nodes = 0
-        self._last: tuple[Identity | None, Node | None] = None, None
+        self.last: tuple[Identity | None, Node | None] = None, None
+        """The identity asked for last, and its root if there is one."""
         self._sweep_at = 64
 
     def find_root(self, identity: Identity) -> Node | None:
         """The root of an identity, if it is known; the last answer is at hand."""
-        last, root = self._last
+        last, root = self.last
         if last is not identity:
             root = self.roots.get(identity)
-            self._last = identity, root
+            self.last = identity, root
         return root
 
     def root(self, identity: Identity) -> Node:
@@ -151,7 +169,7 @@ class RadixTree:
                 self.roots = {who: r for who, r in self.roots.items() if r.children or r.pins}
                 self._sweep_at = 2 * len(self.roots) + 64
             root = self.roots[identity] = Node(None, None, 0, 0)
-            self._last = identity, root
+            self.last = identity, root
         return root
 
     # ------------------------------------------------------------------ reading
@@ -160,50 +178,50 @@ class RadixTree:
     ) -> Node:
         """The last known page of ``data`` (packed tokens), from page ``start`` on, below ``node``,
         which stands before that page.  Changes nothing that can be seen."""
-        stride, head = self.stride, self._head
+        run, pages = self.reach(node, data, extras, start)
+        return run.nodes[pages - 1] if run is not None else node
+
+    def reach(
+        self, node: Node, data: bytes, extras: Mapping[int, bytes] | None = None, start: int = 0
+    ) -> tuple[Run | None, int]:
+        """``walk``, but where it ends is told as a run and how many of its pages belong to the
+        path, which spares a look at the node.  None: where it began, at a root."""
+        stride, head = self.stride, self.head
         pos = start * stride
         end = len(data) // stride * stride
-        if node.run is not None and not (extras and start in extras):
-            node, pos = self._along(node, data, pos, end, extras)
+        at, pages = node.run, node.index + 1  # where the walk stands
+        if at is not None and not (extras and start in extras):
+            stop = self._common(at, pages, 0, data, pos, end, extras)
+            pages += stop
+            pos += stop * stride
         forked = False  # whether the last run was left unread behind its fork
         while pos < end:
+            children = node.children if at is None else at.nodes[pages - 1].children
             run, stop = None, 0
-            if (children := node.children) is not None:
+            if children is not None:
                 key = data[pos : pos + head]
                 if extras:
                     key += extras.get(pos // stride, b"")
                 found = children.get(key)
                 run = found.get(data[pos : pos + stride]) if isinstance(found, dict) else found
             if run is not None:
-                nodes, fork = run.nodes, run.fork
                 if extras:
                     stop = self._common(run, 0, 0, data, pos, end, extras)
-                elif fork and data.startswith(fork, pos):
-                    stop, forked = min(len(fork) // stride, len(nodes)), True
+                elif run.fork and data.startswith(run.fork, pos):
+                    stop, forked = len(run.fork) // stride, True
                 elif data.startswith(run.tokens, pos):
-                    stop, forked = len(nodes), False
+                    stop, forked = len(run.nodes), False
                 elif stop := self._common(run, 0, 0, data, pos, end, None):
                     run.fork, forked = run.tokens[: stop * stride], False
             if stop:
-                node = nodes[stop - 1]
-                pos += stop * stride
-            elif forked:
-                node, pos = self._along(node, data, pos, end, extras)
+                at, pages = run, stop
+            elif forked and at and (stop := self._common(at, pages, 0, data, pos, end, extras)):
+                pages += stop
                 forked = False
             else:
                 break
-        return node
-
-    def _along(
-        self, node: Node, data: bytes, pos: int, end: int, extras: Mapping[int, bytes] | None
-    ) -> tuple[Node, int]:
-        """As far as ``data`` from ``pos`` on follows the run of ``node`` behind it."""
-        run = node.run
-        assert run is not None
-        more = self._common(run, node.index + 1, 0, data, pos, end, extras)
-        if more:
-            node = run.nodes[node.index + more]
-        return node, pos + more * self.stride
+            pos += stop * stride
+        return at, pages
 
     def path(self, node: Node, above: int = 0) -> list[Node]:
         """The nodes from page ``above`` (0-based) down to ``node``."""
@@ -214,8 +232,10 @@ class RadixTree:
             head = max(0, node.index + 1 - (node.depth - above))
             runs.append(run.nodes[head : node.index + 1])
             node = run.parent
-        runs.reverse()
-        return [n for nodes in runs for n in nodes]
+        out: list[Node] = []
+        for nodes in reversed(runs):
+            out += nodes
+        return out
 
     def _common(
         self,
@@ -264,17 +284,11 @@ class RadixTree:
         stride = self.stride
         page, last = node.depth, len(data) // stride
         while page < last:
-            stop = page + 1
-            if not extras or page not in extras:
-                stop = last if not extras else min([e for e in extras if e > page], default=last)
-                stop = min(stop, last)
-            out.extend(
-                self._append(
-                    node,
-                    data[page * stride : stop * stride],
-                    extras.get(page, b"") if extras else b"",
-                )
-            )
+            stop, extra = last, b""
+            if extras:
+                extra = extras.get(page, b"")
+                stop = page + 1 if extra else min([last, *(e for e in extras if e > page)])
+            out += self._append(node, data[page * stride : stop * stride], extra)
             node, page = out[-1], stop
         return out
 
@@ -290,13 +304,13 @@ class RadixTree:
         ):
             kept = len(run.nodes) * stride  # what eviction has left of it
             run.tokens = run.tokens[:kept] + tokens
-            run.fork = run.fork[:kept]
         else:
             run = Run(parent, tokens, extra)
-        first, depth = len(run.nodes), parent.depth
-        nodes, node = run.nodes, parent
-        for i in range(count):
-            node = Node(node, run, first + i, depth + 1 + i)
+        nodes, node, depth = run.nodes, parent, parent.depth
+        first = len(nodes)
+        for i in range(first, first + count):
+            depth += 1
+            node = Node(node, run, i, depth)
             nodes.append(node)
         if first == 0:
             self._hang(run)
@@ -307,7 +321,7 @@ class RadixTree:
         """Let a new run go on from its parent."""
         if (children := run.parent.children) is None:
             children = run.parent.children = {}
-        key = run.tokens[: self._head] + run.extra
+        key = run.tokens[: self.head] + run.extra
         there = children.setdefault(key, run)
         if there is not run:
             if isinstance(there, Run):
@@ -317,7 +331,7 @@ class RadixTree:
     def _unhang(self, run: Run) -> None:
         children = run.parent.children
         assert children is not None
-        key = run.tokens[: self._head] + run.extra
+        key = run.tokens[: self.head] + run.extra
         alike = children[key]
         if isinstance(alike, dict):
             del alike[run.tokens[: self.stride]]
@@ -333,9 +347,14 @@ class RadixTree:
         for node in nodes[first:] if first else nodes:
             node.run = None
         self.num_nodes -= len(nodes) - first
+        for tier, held in enumerate(run.held):
+            if held > first:
+                run.hold(tier, first)
         if first == 0:
             self._unhang(run)
         del nodes[first:]
+        if len(run.fork) > first * self.stride:
+            run.fork = run.fork[: first * self.stride]
         if len(run.tokens) > 2 * first * self.stride > 0:
             run.tokens = run.tokens[: first * self.stride]
 

@@ -80,7 +80,7 @@ class Upkeep:
             for node in list(res.tree.iterate(root))[::-1]:
                 for slot in (tier + CHECKPOINT, tier):
                     copy = node.copies[slot] if node.run is not None else None
-                    if copy is None or node.kids[tier]:
+                    if copy is None or node.kids(tier):
                         continue
                     if tier == GPU and not res.evictable(copy):
                         continue

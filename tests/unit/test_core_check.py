@@ -138,7 +138,7 @@ DAMAGES: list[tuple[str, Damage]] = [
     ("names a frame it does not pin", lambda c, r: r.frames.__setitem__(0, 15)),
     ("in tier 1, its parent is not", orphan_page),
     ("checkpoint of node 1 is in tier 1 without its page", orphan_page),
-    ("I6: node 1 counts 5 in 1", lambda c, r: node_at(c, 1).kids.__setitem__(CPU, 5)),
+    ("I6: node 1 counts 5 in 1", lambda c, r: set_(node_at(c, 1), branches=[0, 4, 0])),
     ("names a disk row that is not its own", foreign_row),
     ("linked differently", lambda c, r: c.residency.disk_nodes.clear()),
     ("I7: ", lambda c, r: set_(c.residency.tree, num_nodes=99)),
