@@ -22,7 +22,7 @@ from kvtier.seams import Read, Record, Store
 from kvtier.sizing import record_bytes
 from kvtier.types import Tier
 
-__all__ = ["Loader", "Packer", "Place", "Reader", "Sizes", "copy_part", "record_of"]
+__all__ = ["Loader", "Packer", "Place", "Reader", "Sizes", "copy_part", "kept_on_host", "record_of"]
 
 LAYERS_BYTES = 8 << 20
 """Layers that come one after the other do so in groups of at least this size: a group takes the
@@ -68,6 +68,11 @@ class Sizes:
 def is_live(part: Part, *, source: bool) -> bool:
     """Whether the device end of a part is a live tail."""
     return part.kind is Kind.TAIL or (part.live_src if source else part.live_dst)
+
+
+def kept_on_host(part: Part) -> bool:
+    """Whether a record that comes from disk has host frames of its own to come through."""
+    return bool(part.via) or part.target is Tier.CPU
 
 
 def copy_part(pool: DevicePool, part: Part) -> None:

@@ -32,7 +32,15 @@ from kvtier.data.copier import Copier, even_batch
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
 from kvtier.data.jobs import Job, Turns, Workers
-from kvtier.data.records import Loader, Packer, Reader, Sizes, copy_part, record_of
+from kvtier.data.records import (
+    Loader,
+    Packer,
+    Reader,
+    Sizes,
+    copy_part,
+    kept_on_host,
+    record_of,
+)
 from kvtier.data.staging import Slots, Staging
 from kvtier.data.streams import Fences, Lane, streams_for
 from kvtier.errors import CacheClosed, StoreError
@@ -51,6 +59,10 @@ batch takes the interpreter about 0.3 ms, a copy of so much 1.2 ms."""
 READ_BYTES = 4 << 20
 """Records are read from disk in smaller ones, so that several threads share an op: of this size,
 or of one record that is larger."""
+LARGE_READ_BYTES = 16 << 20
+"""While there is much left to read into frames of the host's a batch may grow to this: what a batch
+takes besides its bytes counts less then.  The last ones are small again, so that all threads end at
+about the same time."""
 BATCHES = 3
 """Of each direction at once: one being copied, one queued behind it, one whose end is being told.
 """
@@ -87,6 +99,7 @@ class DeviceTransfer:
         self._wait_s = config.wait_s if config.on_full == "wait" else None
         self._batch_frames = max(BATCH_BYTES // frame_bytes, most_frames)
         self._read_frames = max(READ_BYTES // frame_bytes, 1)
+        self._large_read_frames = LARGE_READ_BYTES // frame_bytes
         largest_read = max(self._read_frames, most_frames)
         # Worker threads will write into these tensors, so none may be an inference tensor.
         with torch.inference_mode(False), _current(where):
@@ -235,32 +248,37 @@ class DeviceTransfer:
         parts = job.op.parts
         job.early = self._may_end_early(job.op)
         start = 0
-        for source, run in groupby(parts, key=lambda part: part.source):
+        for (source, kept), run in groupby(parts, key=lambda p: (p.source, kept_on_host(p))):
             stop = start + len(list(run))
             if job.early and source is Tier.CPU and self._reads_host:
                 job.share()
                 self._copier.load_layers(job, start, parts[start:stop])
             else:
-                self._submit_loads(job, start, stop)
+                self._submit_loads(job, start, stop, large=kept)
             start = stop
         job.end_share()
 
-    def _submit_loads(self, job: Job, start: int, stop: int) -> None:
-        """Parts of one source, batch by batch."""
-        parts = job.op.parts
-        frames = [self._sizes.frames(part) for part in parts[start:stop]]
-        most = self._read_frames
-        if parts[start].source is not Tier.DISK:
-            most = even_batch(sum(frames), self._batch_frames)
-            most += max(frames) - 1  # so that none but the last falls short
-            most = min(most, self._landing.num_slots or most)
-        end, held = start, 0
+    def _submit_loads(self, job: Job, start: int, stop: int, *, large: bool) -> None:
+        """Parts of one source, batch by batch; ``large`` reads need no memory of the reader's."""
+        frames = [self._sizes.frames(part) for part in job.op.parts[start:stop]]
+        left, copied = sum(frames), 0
+        if job.op.parts[start].source is not Tier.DISK:
+            copied = even_batch(left, self._batch_frames)
+            copied += max(frames) - 1  # so that none but the last falls short
+            copied = min(copied, self._landing.num_slots or copied)
+        begin, held, most = start, 0, copied or self._read_most(left, large=large)
         for at, count in enumerate(frames, start):
             if held and held + count > most:
-                self._submit_load(job, end, at)
-                end, held = at, 0
+                self._submit_load(job, begin, at)
+                begin, left, held = at, left - held, 0
+                most = copied or self._read_most(left, large=large)
             held += count
-        self._submit_load(job, end, stop)
+        self._submit_load(job, begin, stop)
+
+    def _read_most(self, left: int, *, large: bool) -> int:
+        """Frames of the next read, when so many are left."""
+        share = left // (2 * len(self._readers))
+        return max(self._read_frames, min(self._large_read_frames, share) if large else 0)
 
     def _may_end_early(self, op: Op) -> bool:
         """Whether all that may yet go wrong is the device itself once its copies are queued, and
