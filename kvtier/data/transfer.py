@@ -6,7 +6,8 @@ the request behind it; so the queues are bounded by the pools.
 
     PACK         copier: pages -> staging, ``packed``, -> host; sealing thread: checksums
     RESTORE      reading threads: disk -> host, verified; copier: host -> pages
-    STORE, DROP  sealing thread, then writing thread, in the order of ``start``
+    STORE, DROP  sealing thread, then writing thread, in the order of ``start``; STOREs that wait
+                 for it go together
     COPY, CLEAR  at once, on the caller's stream
 
 Reading threads wait for the copier, which waits for slots; those who wait for copies give slots
@@ -18,6 +19,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -63,6 +65,9 @@ LARGE_READ_BYTES = 16 << 20
 """While there is much left to read into frames of the host's a batch may grow to this: what a batch
 takes besides its bytes counts less then.  The last ones are small again, so that all threads end at
 about the same time."""
+PUBLISH_BYTES = 16 << 20
+"""STOREs that wait are written to disk together up to this much; from there on what a publish
+costs besides its bytes is lost in them."""
 BATCHES = 3
 """Of each direction at once: one being copied, one queued behind it, one whose end is being told.
 """
@@ -130,6 +135,8 @@ class DeviceTransfer:
         if where.type == "cuda":
             torch.cuda.synchronize(where)  # the pools were zeroed on the current stream
         self._causes: set[tuple[OpKind, str]] = set()
+        self._to_write: deque[tuple[Job, Sequence[Record]]] = deque()
+        """In the order of ``start``, a task of the writing thread for each."""
         self._open_ops = 0
         self._closing = False
         self._stopped = False
@@ -356,7 +363,39 @@ class DeviceTransfer:
             if failed:
                 job.end_share()
             else:
-                self._writing.submit(lambda _: self._write(job, records))
+                self._to_write.append((job, records))
+                self._writing.submit(lambda _: self._write_next())
+
+    def _write_next(self) -> None:
+        """Write what is first, and the STOREs right behind it that wait by now with it: what makes
+        a group durable is then paid once for all of them."""
+        batch: list[tuple[Job, Sequence[Record]]] = []
+        size = 0
+        while self._to_write and size < PUBLISH_BYTES:
+            drops = self._to_write[0][0].op.kind is OpKind.DROP
+            if drops and batch:
+                break
+            job, records = self._to_write.popleft()
+            batch.append((job, records))
+            size += sum(record.size for record in records)
+            if drops:
+                break
+        if len(batch) > 1 and self._written_together([r for _, group in batch for r in group]):
+            for job, _ in batch:
+                job.end_share()
+            return
+        for job, records in batch:
+            self._write(job, records)
+
+    def _written_together(self, records: Sequence[Record]) -> bool:
+        """Whether all went in one publish; if not, nothing did, and each group has its own try."""
+        assert self._store is not None
+        try:
+            self._store.put_group(records)
+        except BaseException:  # each op is told by its own try
+            logger.debug("groups that waited are written one by one", exc_info=True)
+            return False
+        return True
 
     def _write(self, job: Job, records: Sequence[Record]) -> None:
         try:
