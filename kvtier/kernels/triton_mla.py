@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvtier.config import parse_bytes
 from kvtier.kernels.mla import PagedBatch
-from kvtier.kernels.triton_batch import place
 from kvtier.kernels.triton_write import adjacent
 
 __all__ = ["absorbed"]
@@ -72,7 +72,7 @@ def absorbed(
     lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
     parts = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, LATENT, dtype=torch.float32)
     part_lse = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, dtype=torch.float32)
-    begins = query.new_empty(sequences + 2, dtype=torch.int32)
+    plan = query.new_empty(2 + sequences + grid.parts, dtype=torch.int32)
     if n == 0 or heads == 0:
         return out, lse
     lengths = (batch.cu_seqlens_q, batch.kv_lens_device, sequences)
@@ -90,7 +90,7 @@ def absorbed(
         lse,
         parts,
         part_lse,
-        begins,
+        plan,
         HEADS=heads,
         TILE=grid.tile,
         KEYS=grid.keys,
@@ -99,21 +99,50 @@ def absorbed(
         num_warps=8 if grid.tile == 64 else 4,
         num_stages=2,
     )
-    _merge[(n, triton.cdiv(heads, 2))](
+    merge(lengths, out, lse, parts, part_lse, plan, grid)
+    return out, lse
+
+
+def merge(
+    lengths: tuple[Tensor, Tensor, int],
+    out: Tensor,
+    lse: Tensor,
+    parts: Tensor,
+    part_lse: Tensor,
+    plan: Tensor,
+    grid: Grid,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Second launch: merges what several parts found of a sequence, and writes what none did."""
+    n, heads, _ = out.shape
+    sequences = lengths[2]
+    by_part = sequences > grid.parts
+    count = grid.parts if by_part else sequences
+    scanners = min(sequences, 64)
+    columns = 128
+    units = grid.tiles * grid.tile * (LATENT // columns)
+    beside = max(1, min(units, 4096 // count)) if out.is_cuda else 2
+    _merge[(count + scanners, beside)](
         *lengths,
+        n,
+        count,
+        scanners,
         out,
         lse,
         parts,
         part_lse,
-        begins,
+        plan,
         HEADS=heads,
         TILE=grid.tile,
         TILES=grid.tiles,
-        HEAD_BLOCK=2,
-        BLOCK=8,
+        BY_PART=by_part,
+        BLOCK=16,
+        COLUMNS=columns,
+        EARLY=pdl,
         num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
     )
-    return out, lse
 
 
 def _grid(batch: PagedBatch, heads: int, query: Tensor, workspace: int) -> Grid:
@@ -136,7 +165,7 @@ def _grid(batch: PagedBatch, heads: int, query: Tensor, workspace: int) -> Grid:
 )
 def _attend(
     query, token_stride, head_stride, rows, row_stride, table, table_stride, page_tokens,
-    offsets, lengths, sequences, scale, out, lse, parts, part_lse, begins,
+    offsets, lengths, sequences, scale, out, lse, parts, part_lse, plan,
     HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):  # fmt: skip
@@ -148,14 +177,16 @@ def _attend(
     ends = tl.cumsum(counts, 0)
     total = tl.sum(counts, 0)
     quota = tl.maximum(tl.cdiv(total, tl.num_programs(1)), 1)
-    if (m == 0) & (p == 0):  # for the second launch
-        tl.store(begins + 2 + sequence, ends, mask=sequence < sequences)
-        tl.store(begins + 1, 0)
-        tl.store(begins, quota)
     at = p * quota
     stop = tl.minimum(at + quota, total)
     b = tl.sum((ends <= at).to(tl.int32), 0)
     begin = tl.max(tl.where(ends <= at, ends, 0), 0)
+    if m == 0:  # for the second launch
+        tl.store(plan + 2 + sequences + p, tl.where((begin < at) & (at < stop), b, -1))
+        if p == 0:
+            tl.store(plan + 2 + sequence, ends, mask=sequence < sequences)
+            tl.store(plan + 1, 0)
+            tl.store(plan, quota)
     pair = m * TILE + tl.arange(0, TILE)
     d = tl.arange(0, 512)
     r = tl.arange(0, 64)
@@ -256,58 +287,99 @@ def _slot(part, starts, tile, tiles):
     return (part.to(tl.int64) * 2 + starts.to(tl.int64)) * tiles + tile
 
 
-@triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["offsets", "lengths"])
+@triton.jit(
+    do_not_specialize=["sequences", "tokens", "count", "scanners"],
+    do_not_specialize_on_alignment=["offsets", "lengths"],
+)
 def _merge(
-    offsets, lengths, sequences, out, lse, parts, part_lse, begins,
-    HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    offsets, lengths, sequences, tokens, count, scanners, out, lse, parts, part_lse, plan,
+    HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BY_PART: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Output of a token's heads from the parts that saw some of its keys."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
-    real = head < HEADS
-    d = tl.arange(0, 512)
-    b, _, _, first = place(token, offsets, lengths, sequences)
-    owned = token < tl.load(offsets + sequences)
-    quota = tl.load(begins)
-    begin = tl.load(begins + 1 + b)
-    end = tl.load(begins + 2 + b)
-    one = begin // quota
-    last = (end - 1) // quota
-    none = (end == begin) | (owned == 0)
-    if none | (one != last):
-        last = tl.where(none, one - 1, last)
-        pair = (token - first) * HEADS + head
-        place_in = (pair // TILE) * TILE + pair % TILE
-        top = tl.full([HEAD_BLOCK], -float("inf"), tl.float32)
-        weight = tl.zeros([HEAD_BLOCK], tl.float32)
-        sofar = tl.zeros([HEAD_BLOCK, 512], tl.float32)
-        at = one
-        while at <= last:
-            part = at + tl.arange(0, BLOCK)
-            there = (part <= last)[:, None] & real[None, :]
-            slot = (part.to(tl.int64) * 2 + (part == one))[:, None] * (TILES * TILE)
-            slot += place_in[None, :]
-            value = tl.load(part_lse + slot, mask=there, other=-float("inf"))
-            new_top = tl.maximum(top, tl.max(value, 0))
-            base = tl.where(new_top == -float("inf"), 0.0, new_top)
-            share = tl.exp(value - base[None, :])
-            shrink = tl.exp(top - base)
-            found = tl.load(
-                parts + slot[:, :, None] * 512 + d[None, None, :],
-                mask=(there & (share > 0))[:, :, None],
-                other=0.0,
-            )
-            sofar = sofar * shrink[:, None] + tl.sum(found * share[:, :, None], 0)
-            weight = weight * shrink + tl.sum(share, 0)
-            top = new_top
-            at += BLOCK
-        safe = tl.where(weight > 0, weight, 1.0)
-        at_out = token * HEADS + head
-        tl.store(
-            out + at_out[:, None] * 512 + d[None, :],
-            (sofar / safe[:, None]).to(out.dtype.element_ty),
-            mask=real[:, None],
+    """Outputs of sequences that several parts hold, one after the other or by the part that one
+    goes on into; the last ``scanners`` programs write those of tokens that see no keys."""
+    x = tl.program_id(0)
+    y = tl.program_id(1)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    if x >= count:
+        if y == 0:
+            b = x - count
+            while b < sequences:
+                if tl.load(lengths + b) <= 0:
+                    _clear(out, lse, tl.load(offsets + b), tl.load(offsets + b + 1), HEADS)
+                b += scanners
+            if x == count:
+                _clear(out, lse, tl.load(offsets + sequences), tokens, HEADS)
+    else:
+        quota = tl.load(plan)
+        b = x
+        if BY_PART:
+            b = tl.load(plan + 2 + sequences + x)
+        if b >= 0:
+            begin = tl.load(plan + 1 + b)
+            one = begin // quota
+            last = (tl.load(plan + 2 + b) - 1) // quota
+            first = tl.load(offsets + b)
+            units = (tl.load(offsets + b + 1) - first) * HEADS * (512 // COLUMNS)
+            mine = one < last
+            if BY_PART:  # it may go on into several
+                mine = mine & (one == x - 1)
+            units = tl.where(mine, units, 0)
+            unit = y
+            while unit < units:
+                pair = unit // (512 // COLUMNS)
+                column = unit % (512 // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+                _merge_row(
+                    out, lse, parts, part_lse, one, last, pair,
+                    first.to(tl.int64) * HEADS + pair, column, TILE, TILES, BLOCK, COLUMNS,
+                )  # fmt: skip
+                unit += tl.num_programs(1)
+
+
+@triton.jit
+def _merge_row(
+    out, lse, parts, part_lse, one, last, pair, at_out, column,
+    TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one head's output, of one token."""
+    top = tl.full([1], -float("inf"), tl.float32)
+    weight = tl.zeros([1], tl.float32)
+    sofar = tl.zeros([COLUMNS], tl.float32)
+    at = one
+    while at <= last:
+        part = at + tl.arange(0, BLOCK)
+        there = part <= last
+        row = (part.to(tl.int64) * 2 + (part == one)) * (TILES * TILE) + pair
+        value = tl.load(part_lse + row, mask=there, other=-float("inf"))
+        found = tl.load(
+            parts + row[:, None] * 512 + column[None, :], mask=there[:, None], other=0.0
         )
-        found_lse = tl.where(weight > 0, top + tl.log(safe), -float("inf"))
-        tl.store(lse + at_out, found_lse, mask=real)
+        new_top = tl.maximum(top, tl.max(value, 0))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        share = tl.exp(value - base)
+        shrink = tl.exp(top - base)
+        sofar = sofar * shrink + tl.sum(found * share[:, None], 0)
+        weight = weight * shrink + tl.sum(share, 0)
+        top = new_top
+        at += BLOCK
+    safe = tl.where(weight > 0, weight, 1.0)
+    tl.store(out + at_out * 512 + column, (sofar / safe).to(out.dtype.element_ty))
+    found_lse = tl.where(weight > 0, top + tl.log(safe), -float("inf"))
+    tl.store(lse + at_out + tl.arange(0, 1), found_lse)
+
+
+@triton.jit
+def _clear(out, lse, token, stop, HEADS: tl.constexpr):
+    """Tokens from ``token`` to ``stop`` attend to nothing."""
+    row = token.to(tl.int64) * HEADS
+    end = stop * HEADS
+    d = tl.arange(0, 512)
+    while row < end:
+        rows = row + tl.arange(0, 8)
+        there = rows < end
+        none = tl.zeros([8, 512], out.dtype.element_ty)
+        tl.store(out + rows[:, None] * 512 + d[None, :], none, mask=there[:, None])
+        tl.store(lse + rows, tl.full([8], -float("inf"), tl.float32), mask=there)
+        row += 8
