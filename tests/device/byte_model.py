@@ -129,6 +129,7 @@ class DeviceModel:
 
     def write(self, step: Step) -> None:
         """All rows of a step, its captures included.  Queued, not waited for."""
+        device = step.to_device()
         for row, lease in enumerate(step.leases):
             start, stop = step.cu_seqlens_q[row : row + 2].tolist()
             context = lease.tokens().tolist()
@@ -136,6 +137,7 @@ class DeviceModel:
             digests = digests_of(tokens, lease._record.identity)
             captures = [c for c in step.captures if c.row == row]
             for c, layer in self.places:
+                device.layer(layer)  # waits for what is on its way into these pages
                 if c.name not in step.slot_mapping:
                     slot = int(step.state_slots[row])
                     self._write_ring(c, layer, slot, digests, len(context), captures)
@@ -233,7 +235,10 @@ class DeviceModel:
         length = len(tokens)
         digests = digests_of(tokens, lease._record.identity)
         wrong: list[tuple[Component, int, Ints, torch.Tensor]] = []
+        arriving = self.pool.arriving(lease.block_table())
         for c, layer in self.places:
+            for arrival in arriving:
+                arrival.wait(layer)
             at, slots = self._read_slots(c, lease, length)
             if not len(at):
                 continue
@@ -276,7 +281,12 @@ class DeviceModel:
         with self.computing(), self.cache._pump:
             if self.cache._pump._turn.locked():
                 return  # of these some may be sources of a copy that is yet to be queued
-            host.frames[free(pools[1], most)] = POISON
+            frames = free(pools[1], most)
+            for arrival in self.pool.arrivals.touching(free(pools[0], most), frames):
+                arrival.wait()
+                if not arrival.frames.isdisjoint(frames):
+                    arrival.whole.synchronize()
+            host.frames[frames] = POISON
             if self.layout.has_tails:
                 self._fill(self.pool.checkpoints, free(pools[3], most))
             for c, layer in self.places:

@@ -24,6 +24,7 @@ import torch
 import kvtier
 from kvtier import Identity, OutOfPages, Tier
 from kvtier.core.keys import ANONYMOUS, chain_base
+from kvtier.data import records, transfer
 from kvtier.data.streams import Lane
 from kvtier.errors import StoreError
 from kvtier.stores import LmdbStore
@@ -152,6 +153,9 @@ class Traffic:
         self.log: deque[str] = deque(maxlen=300)
         self.seed = seed
         self.io = FaultyIO(seed)
+        self._early = (transfer.EARLY_BYTES, records.LAYERS_BYTES)
+        if seed % 2:  # restores of any size end before they have arrived
+            transfer.EARLY_BYTES = records.LAYERS_BYTES = 1
         self._threads = threads
         self._lock = threading.Lock()
         self._born = time.monotonic()
@@ -278,6 +282,7 @@ class Traffic:
             assert not tails.states.taken() and not tails.windows.taken(), "tails leak"
 
     def close(self, *, drain: bool = True) -> None:
+        transfer.EARLY_BYTES, records.LAYERS_BYTES = self._early
         self.io.rate = 0.0
         self._told(lambda: self.cache.close(drain=drain))
 
