@@ -188,6 +188,8 @@ def _frames(core: "CacheCore", nodes: list[Node], errors: list[str]) -> None:
             errors.append(f"I1: frames {twice} of pool {slot} owned twice")
         if res.pools[slot].taken() != set(frames):
             errors.append(f"I1: pool {slot} differs: {res.pools[slot].taken() ^ set(frames)}")
+        if res.pools[slot].free + len(frames) != res.pools[slot].size:
+            errors.append(f"I1: pool {slot} has lost frames")
     _tail_frames(core, errors)
     if res.disk is not None:
         _disk_links(core, nodes, errors)
@@ -210,6 +212,8 @@ def _tail_frames(core: "CacheCore", errors: list[str]) -> None:
     ):
         if pool.taken() != set(frames) or any(c > 1 for c in frames.values()):
             errors.append(f"I1: {name} differ: {pool.taken() ^ set(frames)}")
+        if pool.free + len(frames) != pool.size:
+            errors.append(f"I1: {name} are lost")
     for key, tail in tails.items():
         if tail.ops != ops[key]:
             errors.append(f"I3: tail of state {tail.state}: {tail.ops} ops, {ops[key]} running")

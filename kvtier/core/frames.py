@@ -3,7 +3,7 @@
 Knows nothing of what a frame holds.  A double give raises.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 __all__ = ["FramePool"]
 
@@ -33,12 +33,12 @@ class FramePool:
             self._taken[f] = 1
         return frames
 
-    def give(self, frames: Sequence[int]) -> None:
-        taken = self._taken
+    def give(self, frames: Iterable[int]) -> None:
+        taken, free = self._taken, self._free.append
         for f in frames:
             assert taken[f], "I1: a frame given back twice"
             taken[f] = 0
-        self._free += frames
+            free(f)
 
     def order(self) -> tuple[int, ...]:
         """The free frames, those taken next last; for ``digest()``."""

@@ -111,6 +111,8 @@ DAMAGES: list[tuple[str, Damage]] = [
     ("I1: frames", double),
     ("I1: state slots differ", lambda c, r: c.tails.states.take()),
     ("I1: window pages differ", lambda c, r: c.tails.windows.take()),
+    ("I1: pool 0 has lost", lambda c, r: c.residency.pools[GPU]._free.pop()),
+    ("I1: window pages are lost", lambda c, r: c.tails.windows._free.pop()),
     ("I1: private frames", lambda c, r: c.operations.private.hold(r.frames[-1])),
     ("I1: private frames", lambda c, r: r.owned.__setitem__(-1, False)),
     ("I1: disk rows", lambda c, r: set_(c.residency.disk, used=1)),
