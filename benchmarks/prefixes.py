@@ -4,6 +4,7 @@
 is what a disk tier is measured against: the same bytes, direct I/O, as many threads.
 """
 
+import gc
 import mmap
 import os
 import shutil
@@ -11,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -152,7 +153,17 @@ class Prefix:
             self.cache.evict(tier, 1 << 20)
 
     def restore(self, source: Tier) -> Restore:
-        """Bring the prefix up from the tier it is in, then feed one token."""
+        """Bring the prefix up from the tier it is in, then feed one token; garbage collection is
+        off meanwhile, as in ``harness.measure``."""
+        gc.collect()
+        gc.disable()
+        try:
+            return self._restore(source)
+        finally:
+            gc.enable()
+            self._watch = None
+
+    def _restore(self, source: Tier) -> Restore:
         seen = self._watch = Restore()
         with self.cache.lease(self._prompt) as lease:
             length = lease.ready.result(timeout=TIMEOUT_S)
@@ -160,7 +171,6 @@ class Prefix:
             seen.ready = seen.now()
             self._first_step(lease)
             seen.stepped = seen.now()
-            self._watch = None
             assert length == self.tokens, (length, self.tokens)
             assert lease.restored[source] == self.tokens, (source, lease.restored)
             assert self._sums is not None
@@ -229,7 +239,10 @@ class RawFile:
         except OSError:
             self.fd, self.direct = os.open(path, flags), False
         os.posix_fallocate(self.fd, 0, self.size)
-        self.memory = memoryview(mmap.mmap(-1, self.size))
+        pages = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # as the cache's own
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = memoryview(pages)
         self.memory[:] = np.random.default_rng(0).bytes(self.size)
         self.pool = ThreadPoolExecutor(depth)
         self._spans = [
