@@ -12,6 +12,8 @@ seed, and what was done last.
 """
 
 import argparse
+import contextlib
+import ctypes
 import faulthandler
 import gc
 import json
@@ -26,7 +28,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ GROWTH = 64 << 20
 """Bytes of memory that the process may have gained since every layout had its first round."""
 LAYOUTS = {"cpu": ("mla", "v4-small", "gqa", "v4"), "cuda": ("mla", "v4", "gqa")}
 THREADS = {"cpu": 4, "cuda": 6}
+M_ARENA_MAX = -8
 TIERS = (Tier.GPU, Tier.CPU, Tier.DISK)
 
 
@@ -131,6 +133,7 @@ class Soak:
 
     def remember(self, layout: str) -> None:
         gc.collect()
+        malloc("malloc_trim", 0)
         now: dict[str, Any] = {"round": self.rounds, "layout": layout, "rss_mib": resident() >> 20}
         if self.options.device == "cuda":
             torch.cuda.synchronize()
@@ -151,7 +154,7 @@ class Soak:
 
     # ------------------------------------------------------------------ telling
 
-    @contextmanager
+    @contextlib.contextmanager
     def progress(self) -> Iterator[None]:
         over = threading.Event()
 
@@ -217,6 +220,12 @@ def one(name: str, value: float, unit: str, **params: str) -> dict[str, Any]:
     )
 
 
+def malloc(call: str, *args: int) -> None:
+    """Ask something of glibc's allocator, where that is what there is."""
+    with contextlib.suppress(AttributeError, OSError):
+        getattr(ctypes.CDLL(None), call)(*args)
+
+
 def resident() -> int:
     """Bytes of memory this process holds."""
     try:
@@ -262,6 +271,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     torch.set_num_threads(1)
+    # Every thread may fragment an arena of its own, which looks like a leak for a long time.
+    malloc("mallopt", M_ARENA_MAX, 2)
     options = parse(argv)
     if options.child:
         child(options)
