@@ -310,25 +310,25 @@ BUGS = [
     # ---------------------------------------------------------------- residency and eviction
     Bug(
         "eviction ignores pins",
-        "residency",
+        "candidates",
         "        if slot == GPU and node.pins:",
         "        if False:",
     ),
     Bug(
         "eviction ignores readers",
-        "residency",
+        "candidates",
         "        if node is None or not copy.ready or copy.readers:",
         "        if node is None or not copy.ready:",
     ),
     Bug(
         "eviction takes inner pages",
-        "residency",
+        "candidates",
         "        if node.kids(slot) != gone:\n            return False",
         "        if False:\n            return False",
     ),
     Bug(
         "a page leaves before its host copy is confirmed",
-        "residency",
+        "candidates",
         "        if promised(node.copies, slot):",
         "        if False:",
     ),
@@ -364,20 +364,20 @@ BUGS = [
     ),
     Bug(
         "kept pages leave their last tier",
-        "residency",
+        "candidates",
         "        return not node.keeps or any(",
         "        return True or any(",
     ),
     Bug(
         "kept checkpoints leave their last tier",
-        "residency",
-        "        return node not in self.kept_tails or any(",
+        "candidates",
+        "        return node not in self._kept_tails or any(",
         "        return True or any(",
     ),
     Bug(
         "what was held a moment is never evicted again",
         "residency",
-        "                self.offer(c)  # an order that",
+        "                self.candidates.offer(c)  # an order that",
         "                pass  # an order that",
     ),
     Bug(
@@ -421,7 +421,7 @@ BUGS = [
     Bug(
         "victims that did not suffice are lost",
         "evictor",
-        "            self.residency.orders[slot].extend(",
+        "            candidates.orders[slot].extend(",
         "            list(",
     ),
     Bug(
@@ -518,7 +518,7 @@ BUGS = [
     Bug(
         "what was passed keeps its worth",
         "lower",
-        "                    self.residency.weigh_again(passed)",
+        "                    self.residency.candidates.weigh_again(passed)",
         "                    pass",
     ),
     Bug(
@@ -529,7 +529,7 @@ BUGS = [
     ),
     Bug(
         "what became the deepest checkpoint keeps its worth",
-        "residency",
+        "candidates",
         "            self.weigh_again(tail)\n        else:",
         "            pass\n        else:",
     ),
@@ -579,8 +579,8 @@ BUGS = [
     Bug(
         "a page's key ignores what stands before it",
         "keys",
-        "h.update(parent + tokens)",
-        "h.update(tokens)",
+        "    h.update(parent)\n",
+        "",
     ),
     Bug(
         "a span's place is not part of the key",

@@ -147,7 +147,7 @@ def _copies(core: "CacheCore", nodes: list[Node], errors: list[str]) -> None:
                 continue
             if held.node is not n or held.slot != slot:
                 errors.append(f"I3: copy of node {n.depth} belongs elsewhere")
-            if held.tier != DISK and not held.queued and res.evictable(held):
+            if held.tier != DISK and not held.queued and res.candidates.evictable(held):
                 errors.append(f"I10: copy of node {n.depth} in {held.tier} could leave, unasked")
 
 

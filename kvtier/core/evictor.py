@@ -1,6 +1,6 @@
 """Making room: which copies leave a tier, leaves only, and in one go or not at all.
 
-Proposes by the policies' order and carries out; what may leave is ``Residency.evictable``'s word.
+Proposes by the policies' order and carries out; what may leave is ``Candidates.evictable``'s word.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,8 @@ class Evictor:
         lines, missing = self._victims(slot, need - pool.free)
         if missing:
             victims = (copy for line in lines for copy in line)
-            self.residency.orders[slot].extend(c for c in victims if self.residency.evictable(c))
+            candidates = self.residency.candidates
+            candidates.orders[slot].extend(c for c in victims if candidates.evictable(c))
             return missing
         self._evict(lines)
         return 0
@@ -141,13 +142,13 @@ class Evictor:
     def _fell_free(self, node: Node, slot: int) -> None:
         """The last child of ``node`` may have left this tier."""
         if not node.kids(slot) and (copy := node.copies[slot]) is not None:
-            self.residency.became_leaf(node, copy)
+            self.residency.candidates.became_leaf(node, copy)
         if node.depth:
             self.residency.prune(node)
 
     def _victims(self, slot: int, need: int) -> tuple[list[Line], int]:
         """Copies that free ``need`` frames, children before parents; and what is missing."""
-        order = self.residency.orders[slot]
+        order = self.residency.candidates.orders[slot]
         order.begin(self.residency.tick)
         out: list[Line] = []
         gone: dict[Copy, int] = {}
@@ -231,7 +232,7 @@ class Evictor:
             return False
         if slot == CPU:
             node.copies[slot + CHECKPOINT] = None
-        free = self.residency.evictable(up, gone=kids)
+        free = self.residency.candidates.evictable(up, gone=kids)
         node.copies[slot + CHECKPOINT] = tail
         return free
 

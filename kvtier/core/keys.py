@@ -57,7 +57,8 @@ def page_key(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
     if extra:
         return _digest(b"kvtier span 1", parent, tokens, extra)
     h = _PAGE.copy()
-    h.update(parent + tokens)
+    h.update(parent)
+    h.update(tokens)
     return h.digest()
 
 

@@ -40,12 +40,13 @@ def match(
     if spans:
         spans = check_spans(spans, len(tokens))
         extras = page_extras(spans, geometry.page_tokens)
-    root = res.tree.find_root(identity)
-    if root is None:
-        if disk is None or not disk.rows:
-            return NOTHING
+    root, run, pages = res.tree.find_root(identity), None, 0
+    if root is not None:
+        run, pages = res.tree.reach(root, data, extras)
+    elif disk is not None and disk.rows:
         root = res.bare_root(identity)
-    run, pages = res.tree.reach(root, data, extras)
+    else:
+        return NOTHING
     known = history = 0 if run is None else run.parent.depth + pages
     page = geometry.page_tokens
     limit = ((len(data) >> 2) - 1) // page

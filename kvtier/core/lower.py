@@ -110,7 +110,7 @@ class Lower:
                 target.mark = mark
                 mark.above, mark.tick = last, self.residency.tick
                 for passed in passed_by(mark, (last, before)):
-                    self.residency.weigh_again(passed)
+                    self.residency.candidates.weigh_again(passed)
             last, before = target, last
             moves.append(Move(history_part(source, target), source, (target,)))
 

@@ -17,10 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvtier.config import CheckpointPolicy, EvictionPolicy
-from kvtier.core.checkpoints import HOPELESS, LEVEL, Scale, hopeless
-from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, TIERS, Copy, promised
+from kvtier.core.candidates import Candidates
+from kvtier.core.checkpoints import Scale
+from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, TIERS, Copy
 from kvtier.core.disk import DiskTable
-from kvtier.core.eviction import EvictionOrder, policy_for
+from kvtier.core.eviction import policy_for
 from kvtier.core.evictor import Evictor
 from kvtier.core.frames import FramePool
 from kvtier.core.geometry import Geometry
@@ -48,27 +49,19 @@ class Residency:
         self.tree = RadixTree(geometry.page_tokens)
         self.evictor = Evictor(self)
         self.policy = policy_for(eviction)
-        self.scale = Scale(checkpoints, geometry.checkpoint_frames)
         self.pools = {
             GPU: FramePool(geometry.gpu_pages),
             CPU: FramePool(geometry.cpu_frames),
             GPU + CHECKPOINT: FramePool(geometry.gpu_checkpoints),
         }
         self.pools[CPU + CHECKPOINT] = self.pools[CPU]  # history and tails share one budget
-        host = geometry.cpu_frames > 0
-        self.orders = {
-            s: EvictionOrder(self.policy, self.evictable, self.pools[s].size, weighed=not host)
-            for s in (GPU, GPU + CHECKPOINT)
-        }
-        self.orders[CPU] = EvictionOrder(
-            self.policy, self.evictable, geometry.cpu_frames, self._standing
-        )
-        self.orders[CPU + CHECKPOINT] = self.orders[CPU]
         self.disk = disk
         self.disk_nodes: dict[int, Node] = {}
         """Disk rows whose page has a node, by row."""
         self.kept_tails: dict[Node, int] = {}
         """Nodes whose checkpoint stays in some tier."""
+        scale = Scale(checkpoints, geometry.checkpoint_frames)
+        self.candidates = Candidates(geometry, self.policy, scale, self.kept_tails)
         self.quarantine: set[int] = set()
         """Rows found bad, on their way out."""
         self.drops: dict[bytes, int] = {}
@@ -163,8 +156,8 @@ class Residency:
             assert copy.node is not None
             if copy.node.run is not None:  # what arrives too late is nobody's news
                 self.note("stored", self.digest(copy.node), copy.tier)
-        self.offer(copy)
-        self._offer_above(copy.node, copy.slot)
+        self.candidates.offer(copy)
+        self.candidates.offer_above(copy.node, copy.slot)
 
     def supersede(self, copy: Copy, frames: tuple[int, ...]) -> None:
         """What a restore still writes is here already: the node stands on ``frames`` instead."""
@@ -187,7 +180,7 @@ class Residency:
         if copy.slot < CHECKPOINT:
             self._after_loss(node)
         elif (page := node.copies[copy.slot - CHECKPOINT]) is not None:
-            self.offer(page)
+            self.candidates.offer(page)
 
     def _unlink(self, copy: Copy, node: Node) -> None:
         slot = copy.slot
@@ -201,8 +194,8 @@ class Residency:
             if node.run is not None:
                 node.run.hold(slot, node.index)
             if (up := parent.copies[slot]) is not None and not parent.kids(slot):
-                self.became_leaf(parent, up)
-            self._offer_above(node, slot)
+                self.candidates.became_leaf(parent, up)
+            self.candidates.offer_above(node, slot)
         if copy.tier == DISK:
             self._forget_row(copy)
         elif copy.readers or copy.writer:
@@ -260,9 +253,9 @@ class Residency:
                 del self.orphans[copy]
                 self.pools[copy.slot].give(copy.frames)
         else:
-            self.offer(copy)
+            self.candidates.offer(copy)
             if copy.slot == GPU + CHECKPOINT and (page := copy.node.copies[GPU]) is not None:
-                self.offer(page)
+                self.candidates.offer(page)
             if copy.node.run is not None:
                 self.prune(copy.node)
 
@@ -286,7 +279,7 @@ class Residency:
             n.pins -= 1
             if leaf and (host := n.copies[CPU]) is not None:
                 leaf = False  # nothing may be able to resume behind it any more
-                self.weigh_again(host)
+                self.candidates.weigh_again(host)
             if not n.pins:
                 if n.run is None:
                     if (copy := n.copies[GPU]) is not None:
@@ -299,7 +292,7 @@ class Residency:
                 if (copy := n.copies[GPU]) is None:
                     self.prune(n)
                 elif n.branches is not None or n.run.held[GPU] == n.index + 1:  # else: a child
-                    self.offer(copy)
+                    self.candidates.offer(copy)
 
     def touch(self, nodes: Sequence[Node], hits: int = 0) -> None:
         """Stamp a whole path with one new tick; ``hits`` is 1 when it was found again."""
@@ -430,7 +423,7 @@ class Residency:
         finally:
             for c in kept:
                 c.readers -= 1
-                self.offer(c)  # an order that came across one meanwhile has forgotten it
+                self.candidates.offer(c)  # an order that came across one meanwhile has forgotten it
 
     def keep(self, nodes: Iterable[Node], by: int) -> None:
         """Hold (+1) or free (-1) pages so that each stays in some tier."""
@@ -442,7 +435,7 @@ class Residency:
                 if copy is not None and copy.slot == DISK:
                     self._hold_row(copy, by)
                 elif copy is not None and by < 0:
-                    self.offer(copy)
+                    self.candidates.offer(copy)
             if by < 0:
                 self.prune(n)
 
@@ -457,79 +450,14 @@ class Residency:
             if copy is not None and copy.tier == DISK:
                 self._hold_row(copy, by)
             elif copy is not None and by < 0:
-                self.offer(copy)
+                self.candidates.offer(copy)
                 if (page := node.copies[copy.tier]) is not None:
-                    self.offer(page)
+                    self.candidates.offer(page)
 
     def _hold_row(self, copy: Copy, by: int) -> None:
         assert self.disk is not None
         row = copy.frames[0]
         self.disk.busy[row] = int(self.disk.busy[row]) + by
-
-    # ------------------------------------------------------------------ eviction
-    def evictable(self, copy: Copy, gone: int = 0) -> bool:
-        """Whether this copy may leave its tier now: READY, idle, not held, and a leaf there once
-        ``gone`` of its children have left."""
-        node, slot = copy.node, copy.slot
-        if node is None or not copy.ready or copy.readers:
-            return False
-        if slot >= CHECKPOINT:
-            return self._tail_spare(copy)
-        if slot == GPU and node.pins:
-            return False
-        if node.kids(slot) != gone:
-            return False
-        tail = node.copies[slot + CHECKPOINT]
-        if tail is not None and (slot != GPU or not self.evictable(tail)):
-            return False
-        if promised(node.copies, slot):
-            return False
-        return not node.keeps or any(c is not None and c.ready for c in node.copies[slot + 1 : 3])
-
-    def _tail_spare(self, tail: Copy) -> bool:
-        """Whether a checkpoint may go: nobody keeps it, or a slower tier has it too."""
-        node = tail.node
-        assert node is not None
-        return node not in self.kept_tails or any(
-            c is not None and c.ready for c in node.copies[tail.slot + 1 :]
-        )
-
-    def _standing(self, copy: Copy) -> int:
-        """How much a copy on the host is worth, as a class of ``checkpoints``."""
-        if not self.geometry.has_tails:
-            return LEVEL
-        node = copy.node
-        assert node is not None
-        if copy.mark is not None:
-            return self.scale.standing(copy.mark, deepest=not node.kids(CPU))
-        return HOPELESS if hopeless(node) else LEVEL
-
-    def became_leaf(self, node: Node, copy: Copy) -> None:
-        """The last child of a page has left its tier: its checkpoint is the deepest there now."""
-        tail = node.copies[CPU + CHECKPOINT]
-        if copy.slot == CPU and tail is not None:
-            self.weigh_again(tail)
-        else:
-            self.offer(copy)
-
-    def weigh_again(self, copy: Copy) -> None:
-        """A copy that may leave has become worth more or less."""
-        if copy.queued and copy.slot % 3 == CPU:
-            self.orders[CPU].again(copy)
-
-    def offer(self, copy: Copy) -> None:
-        """Queue a copy for eviction if it may leave."""
-        if copy.slot % 3 != DISK and not copy.queued and self.evictable(copy):
-            self.orders[copy.slot].push(copy)
-
-    def _offer_above(self, node: Node | None, slot: int) -> None:
-        """A copy below has arrived or gone: the faster ones may be free to leave now."""
-        if node is not None and slot % 3:
-            for copy in node.copies[slot - slot % 3 : slot]:
-                if copy is not None:
-                    self.offer(copy)
-                    if copy.slot == GPU + CHECKPOINT and (page := node.copies[GPU]) is not None:
-                        self.offer(page)
 
     # ------------------------------------------------------------------ events and checks
     def note(self, what: str, key: bytes, tier: int) -> None:

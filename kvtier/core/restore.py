@@ -303,7 +303,7 @@ class Restore:
             checkpoint.mark.uses += 1
             checkpoint.mark.tick = self.residency.tick + 1  # the lease is about to be counted
             if (host := node.copies[CPU + CHECKPOINT]) is not None:
-                self.residency.weigh_again(host)
+                self.residency.candidates.weigh_again(host)
         if (below := node.copies[DISK + CHECKPOINT]) is not None:
             assert self.residency.disk is not None
             self.residency.disk.touch(below.frames[0], self.residency.tick + 1)

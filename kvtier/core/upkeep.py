@@ -82,7 +82,7 @@ class Upkeep:
                     copy = node.copies[slot] if node.run is not None else None
                     if copy is None or node.kids(tier):
                         continue
-                    if tier == GPU and not res.evictable(copy):
+                    if tier == GPU and not res.candidates.evictable(copy):
                         continue
                     res.detach(copy)
         if tier == DISK:

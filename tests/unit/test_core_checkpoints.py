@@ -214,8 +214,8 @@ def test_what_is_passed_is_queued_by_its_new_worth() -> None:
     serve(made, [1] * 12, chunk=4)
     residency = made.core.residency
     classes = {
-        entry[3].mark.depth: (kind[2], residency._standing(entry[3]))
-        for kind, queue in residency.orders[CPU]._queues.items()
+        entry[3].mark.depth: (kind[2], residency.candidates.standing(entry[3]))
+        for kind, queue in residency.candidates.orders[CPU]._queues.items()
         for entry in queue
         if entry[3].queued == entry[2] and entry[3].mark is not None
     }
@@ -258,11 +258,13 @@ def test_the_last_of_a_chain_becomes_its_deepest() -> None:
                 residency.detach(copy)
     tail = by_depth[8].copies[CPU + CHECKPOINT]
     assert tail is not None and tail.queued
-    queues = residency.orders[CPU]._queues.items()
+    queues = residency.candidates.orders[CPU]._queues.items()
     kinds = [kind for kind, queue in queues if any(e[2] == tail.queued for e in queue)]
-    assert [k[2] for k in kinds] == [residency._standing(tail)]
+    assert [k[2] for k in kinds] == [residency.candidates.standing(tail)]
     assert tail.mark is not None
-    assert residency._standing(tail) == Scale(Adaptive(), 1).standing(tail.mark, deepest=True)
+    assert residency.candidates.standing(tail) == Scale(Adaptive(), 1).standing(
+        tail.mark, deepest=True
+    )
 
 
 def test_match_tells_what_is_known_apart_from_where_to_resume() -> None:
@@ -298,10 +300,10 @@ def test_pages_found_again_outlive_others_by_the_weight() -> None:
 def test_only_the_slowest_memory_tier_weighs() -> None:
     """Above another tier a page lost costs a copy, not its computation: least recently used."""
     made = server(Geometry(page_tokens=1, gpu_pages=8, cpu_frames=8, max_leases=2))
-    orders = made.core.residency.orders
+    orders = made.core.residency.candidates.orders
     assert not orders[GPU]._weighed and orders[CPU]._weighed
     alone = server(Geometry(page_tokens=1, gpu_pages=8, max_leases=2))
-    assert alone.core.residency.orders[GPU]._weighed
+    assert alone.core.residency.candidates.orders[GPU]._weighed
 
 
 # ---------------------------------------------------------------------- ghosts

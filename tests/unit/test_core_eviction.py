@@ -448,6 +448,8 @@ def test_queues_stay_bounded_when_nothing_is_evicted() -> None:
         made.drain()
         made.run(made.core.clear() if i % 2 else made.core.expire(i + 1.0))
     made.drain()
-    assert max(len(order) for order in made.core.residency.orders.values()) <= 2 * 16 + 65
+    assert (
+        max(len(order) for order in made.core.residency.candidates.orders.values()) <= 2 * 16 + 65
+    )
     assert len(made.core.lifetimes._expiring) <= 65
     assert made.core.residency.tree.num_nodes == 0

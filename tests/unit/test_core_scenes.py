@@ -877,7 +877,7 @@ def test_nothing_grows_with_the_number_of_requests() -> None:
         "nodes": residency.tree.num_nodes,
         "ghosts": len(residency.ghosts) // 16,
         "ghost ring": len(residency.ghosts._ring) // 16,
-        "device queue": len(residency.orders[GPU]),
+        "device queue": len(residency.candidates.orders[GPU]),
         "expiring": len(core.lifetimes._expiring),
         "touched": len(residency.disk.touched),
         "candidates": len(residency.disk._victims),
