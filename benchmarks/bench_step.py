@@ -5,10 +5,10 @@ of a new prompt: the projections as they are, and attention of every query to 64
 128 neighbours instead of chosen one by one.  The same prompts go through the real ``Cache``, so
 that leases, block tables and commits are counted too; no prompt shares anything with another.
 
-Contenders take turns every few steps, as the clocks of a device drift by more than what is looked
-for.  Each step is timed on the device, from the end of the step before to its own end; the host
-never waits in between.  The first step of a turn is not counted: what the last contender has left
-to do runs beside it.  Without a GPU there are no results.
+Contenders take turns, as the clocks of a device drift by more than what is looked for; for the
+same reason it rests between turns, and its first work in each is to wait until the host is ahead.
+A turn is two steps back to back, and the second is timed on the device, from the end of the first
+to its own: what the first has to store is stored meanwhile.  Without a GPU there are no results.
 """
 
 import time
@@ -29,8 +29,8 @@ TOKENS = 8192
 LAYERS = 8
 HIDDEN, Q_RANK, HEADS, HEAD_DIM, GROUPS, O_RANK = 4096, 1024, 64, 512, 8, 1024
 KEYS, NEIGHBOURS = 640, 128
-STEPS = 4
-"""Back to back in a turn; all but the first are counted, together."""
+WAIT_CYCLES, REST_S = 40_000_000, 0.02
+"""Of the device before a turn: some 20 ms each, as host and device take for two steps."""
 OWN = (0, 0, 4, 128, 4, 128, 4, 128)
 """Compression of the step's own 8 layers."""
 WHOLE = (0, 0, *(4, 128) * 20, 4)
@@ -46,7 +46,7 @@ def run(quick: bool) -> list[Result]:
     if not torch.cuda.is_available():
         print("step: needs a CUDA device")
         return []
-    model, turns = Attention(), 12 if quick else 40
+    model, turns = Attention(), 20 if quick else 60
     results: list[Result] = []
     for name, ratios in (("8 layers", OWN), ("43 layers", WHOLE)):
         layout = swa_c4_c128(layer_ratios=ratios)
@@ -59,7 +59,7 @@ def run(quick: bool) -> list[Result]:
                 contenders[what] = _step(cache, model)
             on_device, on_host = _in_turn(contenders, turns)
             stored = caches["storing"].stats().tiers[Tier.CPU].written_bytes
-            stored //= STEPS * (turns + 1) * 10**6
+            stored //= 2 * (turns + 1) * 10**6
             assert stored, "nothing was stored"
             params["mb_stored_a_step"] = stored
         results += _told(on_device, on_host, params)
@@ -104,26 +104,21 @@ def _in_turn(
     """Milliseconds a step, on the device and of the calling thread, one sample a turn; the first
     turn of each is not counted."""
     prompts = _prompts()
-    ends: dict[str, list[list[torch.cuda.Event]]] = {what: [] for what in contenders}
+    on_device: Samples = {what: [] for what in contenders}
     on_host: Samples = {what: [] for what in contenders}
     for turn in range(turns + 1):
         # Whoever comes first would always find the same device.
         for what in sorted(contenders, reverse=bool(turn % 2)):
-            mine = []
-            for i in range(STEPS):
-                prompt, began = next(prompts), time.perf_counter()
-                contenders[what](prompt)
-                if turn and i:
-                    on_host[what].append(1e3 * (time.perf_counter() - began))
-                mine.append(_mark())
-            ends[what].append(mine)
-            # Not too far ahead: a full queue of launches would stop the host at a random place.
-            mine[0].synchronize()
-    torch.cuda.synchronize()
-    on_device = {
-        what: [each[0].elapsed_time(each[-1]) / (STEPS - 1) for each in of[1:]]
-        for what, of in ends.items()
-    }
+            time.sleep(REST_S)
+            torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
+            contenders[what](next(prompts))
+            begin, prompt, began = _mark(), next(prompts), time.perf_counter()
+            contenders[what](prompt)
+            took, end = time.perf_counter() - began, _mark()
+            torch.cuda.synchronize()
+            if turn:
+                on_host[what].append(1e3 * took)
+                on_device[what].append(begin.elapsed_time(end))
     return on_device, on_host
 
 

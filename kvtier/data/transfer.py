@@ -61,7 +61,7 @@ batch takes the interpreter about 0.3 ms, a copy of so much 1.2 ms."""
 READ_BYTES = 4 << 20
 """Records are read from disk in smaller ones, so that several threads share an op: of this size,
 or of one record that is larger."""
-LARGE_READ_BYTES = 16 << 20
+LARGE_READ_BYTES = 32 << 20
 """While there is much left to read into frames of the host's a batch may grow to this: what a batch
 takes besides its bytes counts less then.  The last ones are small again, so that all threads end at
 about the same time."""
