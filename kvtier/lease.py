@@ -225,6 +225,7 @@ class Lease:
             self._by_hand = True
             self._pump.plan(ops)
             self._pump.catch_up()
+        self._fence()
 
     def commit(self, tokens: Tokens) -> None:
         """The KV of these tokens is written: the writes are queued on the current stream.
@@ -328,7 +329,8 @@ class Lease:
                 arrival.wait()
 
     def _fence(self) -> None:
-        """What was queued by hand on reserved pages still runs, and they may change hands."""
+        """What was queued by hand on reserved pages still runs, and they may change hands; on
+        whatever stream that was."""
         if self._by_hand:
             self._pump.transfer.fence(None)
 
