@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from kvtier.core.ops import Part
 from kvtier.data.arrivals import Arrival, Arrivals
-from kvtier.data.device import LayerGroup
+from kvtier.data.batches import Place
 from kvtier.data.jobs import Job, Turns, Workers
-from kvtier.data.records import Loader, Packer, Place
+from kvtier.data.records import LayerPiece, Loader, Packer
 from kvtier.data.staging import Slots
 from kvtier.data.streams import Event, Streams
 
@@ -84,10 +84,11 @@ class Copier:
         job: Job,
         start: int,
         parts: Sequence[Part],
-        places: Sequence[Place],
+        places: Sequence[Place] | None = None,
         over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Queue the parts of a RESTORE from ``start`` on, whose records are at ``places``.
+        """Queue the parts of a RESTORE from ``start`` on, whose records are at ``places``; None:
+        in the host frames that are their source.
 
         Takes over the caller's share of the job; ``over`` is called when nothing reads the places
         any more.
@@ -97,8 +98,8 @@ class Copier:
     def load_layers(self, job: Job, start: int, parts: Sequence[Part]) -> None:
         """Queue those parts of an early RESTORE whose records lie in host frames, all of them one
         layer after the other.  Takes over the caller's share of the job."""
-        groups = self._loader.layer_groups(len(parts))
-        self.turns.submit(LOADS, _LoadLayers(self, job, start, parts, groups))
+        pieces = self._loader.layer_pieces(parts)
+        self.turns.submit(LOADS, _LoadLayers(self, job, start, parts, pieces))
 
     # Device -> host
 
@@ -109,24 +110,21 @@ class Copier:
         if free is None:  # it has waited long enough
             job.cut(start)
             return start
-        stop, count = start, 0
-        for part in job.op.parts[start:]:
-            if count + len(part.dst) > len(free):
-                break
-            stop, count = stop + 1, count + len(part.dst)
+        stop, count = task.ends(start, len(free))
         slots = free[:count]
         self._staging.give(free[count:])
-        batch = job.op.parts[start:stop]
+        parts = job.op.parts[start:stop]
         drained: Event | None = None
         try:
-            task.gathered = self._packer.gather(batch, slots, job.fences)
-            drained = self._packer.drain(batch, slots, task.gathered)
+            batch = self._packer.batch(parts, slots)
+            task.gathered = self._packer.gather(batch, job.fences)
+            drained = self._packer.drain(batch, task.gathered)
         finally:
             if drained is None:
                 self._staging.give(slots)
         task.left -= count
         job.share()
-        self.drained.submit(lambda _: self._land(job, start, batch, slots, drained))
+        self.drained.submit(lambda _: self._land(job, start, parts, slots, drained))
         return stop
 
     def _release(self, job: Job, gathered: Event | None) -> None:
@@ -168,57 +166,57 @@ class Copier:
             if loaded is None:
                 self._end_load(task, rows)
                 job.end_share()
+            elif job.early:
+                arrival = self._loader.arrival(task.parts, task.places, loaded)
+                self._end_early(job, arrival)
+                self._await(job, task.start, loaded, lambda: self._end_load(task, rows, arrival))
             else:
-                arrival = None
-                if job.early:
-                    arrival = self._loader.arrival(task.parts, task.places, loaded)
-                self._await(job, task.start, loaded, arrival, lambda: self._end_load(task, rows))
+                self._await(
+                    job, task.start, loaded, lambda: (self._end_load(task, rows), job.end_share())
+                )
 
-    def _load_group(self, task: "_LoadLayers") -> bool:
+    def _load_piece(self, task: "_LoadLayers") -> bool:
         """Queue the next layers; whether there are more."""
-        job, group, loaded = task.job, task.groups[len(task.events)], None
-        if task.start < job.delivered:
-            with self._guard(job, task.start):
-                loaded = self._loader.load_layers(group, task.parts, job.fences)
+        job, piece, loaded = task.job, task.pieces[task.at], None
+        rows = self._landing.take(piece.slots, piece.slots)
+        assert rows is not None, "not ready"
+        try:
+            if task.start < job.delivered:
+                with self._guard(job, task.start):
+                    loaded = self._loader.load_layers(piece, rows, job.fences)
+        finally:
+            if loaded is None:
+                self._landing.give(rows)
+                for event in task.layers.values():  # these pages are about to change hands
+                    event.synchronize()
+                job.end_share()
         if loaded is None:
-            job.end_share()
             return False
-        task.events.append(loaded)
-        if len(task.events) < len(task.groups):
+        task.at += 1
+        task.layers.update(dict.fromkeys(piece.group.layers, loaded))
+        if task.at < len(task.pieces):
+            self._await(job, task.start, loaded, lambda: self._landing.give(rows))
             return True
-        layers = {
-            layer: event
-            for group, event in zip(task.groups, task.events, strict=True)
-            for layer in group.layers
-        }
-        places = [self._loader.place(part) for part in task.parts]
-        arrival = self._loader.arrival(task.parts, places, loaded, layers)
-        self._await(job, task.start, loaded, arrival, lambda: None)
+        arrival = self._loader.arrival(task.parts, None, loaded, task.layers)
+        self._end_early(job, arrival)
+        self._await(
+            job,
+            task.start,
+            loaded,
+            lambda: (self._landing.give(rows), self._arrivals.over(arrival)),
+        )
         return False
 
-    def _await(
-        self,
-        job: Job,
-        start: int,
-        loaded: Event,
-        arrival: Arrival | None,
-        over: Callable[[], None],
-    ) -> None:
-        """What was queued is over with ``loaded``; the job's share of it too, or if it is one that
-        ends early, now.  On a thread of its own: its callbacks may take their time."""
-        if arrival is not None:
-            self._arrivals.add(arrival)
-            self.queued.submit(lambda _: job.end_share())
-        self.loaded.submit(lambda _: self._arrive(job, start, loaded, arrival, over))
+    def _end_early(self, job: Job, arrival: Arrival) -> None:
+        """A share of the job is over although it is still on its way.  On a thread of its own:
+        callbacks may take their time."""
+        self._arrivals.add(arrival)
+        self.queued.submit(lambda _: job.end_share())
 
-    def _arrive(
-        self,
-        job: Job,
-        start: int,
-        loaded: Event,
-        arrival: Arrival | None,
-        over: Callable[[], None],
-    ) -> None:
+    def _await(self, job: Job, start: int, loaded: Event, over: Callable[[], object]) -> None:
+        self.loaded.submit(lambda _: self._arrive(job, start, loaded, over))
+
+    def _arrive(self, job: Job, start: int, loaded: Event, over: Callable[[], object]) -> None:
         try:
             with self._guard(job, start):
                 loaded.synchronize()
@@ -226,14 +224,12 @@ class Copier:
         finally:
             over()
             self.turns.wake()
-            if arrival is None:
-                job.end_share()
-            else:
-                self._arrivals.over(arrival)
 
-    def _end_load(self, task: "_Load", rows: list[int]) -> None:
+    def _end_load(self, task: "_Load", rows: list[int], arrival: Arrival | None = None) -> None:
         self._landing.give(rows)
         task.over()
+        if arrival is not None:
+            self._arrivals.over(arrival)
 
 
 @dataclass(slots=True, eq=False)
@@ -250,16 +246,31 @@ class _Pack:
     """Slots it takes at a time."""
     left: int = 0
     """Frames of the parts that are not queued yet."""
+    single: bool = False
+    """Every part has one frame."""
 
     def __post_init__(self) -> None:
-        self.left = sum(len(part.dst) for part in self.job.op.parts)
-        longest = max((len(part.dst) for part in self.job.op.parts), default=1)
+        counts = [len(part.dst) for part in self.job.op.parts]
+        self.left, longest = sum(counts), max(counts, default=1)
+        self.single = longest == 1
         even = even_batch(self.left, self.copier._pack_frames) + longest - 1
         self.batch = min(even, self.copier._staging.num_slots)
 
     @property
     def deadline(self) -> float | None:
         return self.job.deadline
+
+    def ends(self, start: int, frames: int) -> tuple[int, int]:
+        """Behind which part so many frames are used up, and how many of them are."""
+        parts = self.job.op.parts
+        if self.single:
+            stop = min(len(parts), start + frames)
+            return stop, stop - start
+        stop, count = start, 0
+        while stop < len(parts) and count + len(parts[stop].dst) <= frames:
+            count += len(parts[stop].dst)
+            stop += 1
+        return stop, count
 
     def ready(self) -> bool:
         if self.at >= self.job.delivered:  # shrinks when a landing fails
@@ -288,7 +299,7 @@ class _Load:
     job: Job
     start: int
     parts: Sequence[Part]
-    places: Sequence[Place]
+    places: Sequence[Place] | None
     over: Callable[[], None]
     rows: int = 0
     """Landing rows it takes."""
@@ -307,19 +318,21 @@ class _Load:
 
 @dataclass(slots=True, eq=False)
 class _LoadLayers:
-    """Parts of a RESTORE that come layer by layer; needs no landing rows."""
+    """Parts of a RESTORE that come layer by layer."""
 
     copier: Copier
     job: Job
     start: int
     parts: Sequence[Part]
-    groups: Sequence[LayerGroup]
-    events: list[Event] = field(default_factory=list)
-    """Behind each of the groups that are queued."""
+    pieces: Sequence[LayerPiece]
+    at: int = 0
+    """Pieces before this one are queued."""
+    layers: dict[int, Event] = field(default_factory=dict)
+    """Behind what is queued of each layer."""
     deadline: float | None = None
 
     def ready(self) -> bool:
-        return True
+        return self.copier._landing.free >= self.pieces[self.at].slots
 
     def run(self) -> bool:
-        return self.copier._load_group(self)
+        return self.copier._load_piece(self)

@@ -5,7 +5,7 @@ Owns the tensors and says where a frame's bytes lie.  Knows nothing of ops, stre
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,17 @@ CHECKPOINT_ALIGN = 16
 Spans = list[torch.Tensor | int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Some layers of a history page, and where they lie in its packed record."""
 
     layers: tuple[int, ...]
-    sections: Sections
+    runs: tuple[tuple[Sections, int, int], ...]
+    """For each component its sections of these layers, their first byte and how many they are."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for _, _, size in self.runs)
 
 
 class DevicePool:
@@ -72,9 +77,8 @@ class DevicePool:
             offsets=tuple(offset for _, _, offset, _ in sections),
         )
         """All history sections of a page, for the pack kernels."""
-        self.num_layers = len({layer for _, layer, _, _ in sections})
-        """That have history."""
-        self._groups: dict[int, list[LayerGroup]] = {}
+        self._pieces = sections
+        self._layers = tuple(sorted({layer for _, layer, _, _ in sections}))
         self.arrivals = Arrivals()
         """Pages that may be used although their bytes are still on the way."""
         self._tail_windows = layout.tail_windows
@@ -82,6 +86,11 @@ class DevicePool:
         self._tails: dict[tuple[Kind, int], Sections] = {}
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # other streams will read these zeros
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have history."""
+        return len(self._layers)
 
     def rows(self, component: str, layer: int) -> torch.Tensor:
         """(slots, values) view of one component's rows in one layer, in its dtype.
@@ -123,17 +132,17 @@ class DevicePool:
         """What is still on the way to any of these history pages; -1 names none."""
         return self.arrivals.touching(pages.ravel().tolist()) if self.arrivals else ()
 
-    def layer_groups(self, layers: int) -> list[LayerGroup]:
-        """All of a history page, so many layers at a time, in the order of layers.
-
-        The same objects for the same number."""
-        if layers not in self._groups:
-            numbers = sorted({layer for _, layer, _, _ in self.layout.sections()})
-            self._groups[layers] = [
-                self._layer_group(numbers[start : start + layers])
-                for start in range(0, len(numbers), layers)
-            ]
-        return self._groups[layers]
+    def layer_group(self, start: int, stop: int) -> LayerGroup:
+        """Of the layers that have history those from number ``start`` to ``stop``."""
+        layers = self._layers[start:stop]
+        runs = []
+        for _, pieces in groupby(enumerate(self._pieces), key=lambda it: it[1][0]):
+            some = [(i, at, size) for i, (_, layer, at, size) in pieces if layer in layers]
+            if some:
+                (first, at, _), (last, *_) = some[0], some[-1]
+                size = sum(size for _, _, size in some)
+                runs.append((self.history.between(first, last + 1), at, size))
+        return LayerGroup(layers, tuple(runs))
 
     def spans(self, kind: Kind, frames: Sequence[int], *, live: bool) -> Spans:
         """Where a packed record of this kind lies, in record order; a number stands for bytes
@@ -212,16 +221,6 @@ class DevicePool:
     def num_bytes(self) -> int:
         """Device memory held."""
         return sum(s.numel() for s in (*self._storage.values(), self.checkpoints))
-
-    def _layer_group(self, layers: Sequence[int]) -> LayerGroup:
-        found = [
-            (self._storage[name, layer], offset)
-            for name, layer, offset, _ in self.layout.sections()
-            if layer in layers
-        ]
-        return LayerGroup(
-            tuple(layers), Sections(tuple(s for s, _ in found), tuple(at for _, at in found))
-        )
 
     def _tail_sections(self, kind: Kind, windows: int) -> Sections:
         """A live tail: member 0 is its state slot, the others are its window pages in order."""

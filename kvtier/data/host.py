@@ -9,9 +9,11 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 
+import numpy as np
 import torch
 import xxhash
 
+from kvtier.data.rows import Rows, as_rows
 from kvtier.layouts.base import FRAME_ALIGN
 
 __all__ = ["HostArena", "checksum"]
@@ -56,8 +58,8 @@ class HostArena:
         ].view(num_frames, frame_bytes)
         """(frames, bytes) uint8; shares the memory of ``view``."""
         self._view = memoryview(self._map)
-        self._checksums: list[bytes | None] = [None] * num_frames
-        self._written = [0] * num_frames
+        self._checksums = np.full(num_frames, None, object)
+        self._written = np.zeros(num_frames, np.int64)
         """How often each frame was written."""
         self._lock = threading.Lock()
         self._unregister: weakref.finalize[..., HostArena] | None = None
@@ -83,7 +85,7 @@ class HostArena:
 
     def written(self, frames: Sequence[int]) -> tuple[int, ...]:
         """What to seal the record with that now lies in these frames."""
-        return tuple(self._written[frame] for frame in frames)
+        return tuple(self._written[list(frames)].tolist())
 
     def seal(self, frames: Sequence[int], size: int, written: tuple[int, ...]) -> None:
         """Note the checksum of the record that lay in these frames at ``written``.
@@ -97,19 +99,18 @@ class HostArena:
             if self.written(frames) == written:
                 self._checksums[frames[0]] = digest
 
-    def unseal(self, frames: Sequence[int]) -> None:
-        """The frames are about to be written: what they held is no record any more."""
-        for frame in frames:
-            self._checked(frame)
+    def unseal(self, frames: Rows) -> None:
+        """These frames, all different, are about to be written: what they held is no record any
+        more."""
+        numbers = as_rows(frames, self.num_frames)
         with self._lock:
-            for frame in frames:
-                self._checksums[frame] = None
-                self._written[frame] += 1
+            self._checksums[numbers] = None
+            self._written[numbers] += 1
 
     def checksum_of(self, frames: Sequence[int], size: int) -> bytes:
         """The checksum noted when the record had arrived; computed now if it came from disk, where
         it was verified on the way."""
-        known = self._checksums[frames[0]]
+        known: bytes | None = self._checksums[frames[0]]
         return checksum(self.views(frames), size) if known is None else known
 
     def poison(self, frames: Sequence[int], byte: int = 0xFF) -> None:

@@ -4,75 +4,42 @@ back into pages.
 Runs on whichever thread calls; knows streams and frames, but not ops, callbacks or queues.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvtier.core.ops import Kind, Part
+from kvtier.core.ops import Part
 from kvtier.data.arrivals import NO_LAYERS, Arrival
+from kvtier.data.batches import Batch, Place, Sizes, by_arena, by_sections, is_live, split
 from kvtier.data.device import DevicePool, LayerGroup
 from kvtier.data.host import HostArena
-from kvtier.data.rows import copy_rows
+from kvtier.data.rows import copy_pieces, copy_rows
 from kvtier.data.staging import Slots, Staging
 from kvtier.data.streams import Event, Fences, Lane, Streams
 from kvtier.errors import StoreError
-from kvtier.kernels.pack import Sections, pack_pages, pack_tails, unpack_pages, unpack_tails
-from kvtier.layouts.base import Layout
+from kvtier.kernels.pack import pack_pages, pack_tails, unpack_pages, unpack_pieces, unpack_tails
 from kvtier.seams import Read, Record, Store
-from kvtier.sizing import record_bytes
 from kvtier.types import Tier
 
-__all__ = ["Loader", "Packer", "Place", "Reader", "Sizes", "copy_part", "kept_on_host", "record_of"]
+__all__ = [
+    "LayerPiece",
+    "Loader",
+    "Packer",
+    "Reader",
+    "copy_part",
+    "record_of",
+]
 
-LAYERS_BYTES = 8 << 20
-"""Layers that come one after the other do so in groups of at least this size: a group takes the
-interpreter about 0.1 ms, its copy 0.15 ms."""
-
-Place = tuple[HostArena, tuple[int, ...]]
-"""Frames in which a record lies; none for what never leaves the device."""
-
-
-class Sizes:
-    """Bytes of the records of one layout, looked up rather than added up for every part."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self.page = layout.page_bytes()
-        self.frame = layout.frame_bytes()
-        self._checkpoint = layout.checkpoint_bytes()
-
-    def of(self, part: Part) -> int:
-        """Bytes of the record that a part moves."""
-        if part.kind is Kind.HISTORY:
-            return self.page
-        return (
-            self._checkpoint if part.kind is Kind.CHECKPOINT else record_bytes(self._layout, part)
-        )
-
-    def frames(self, part: Part) -> int:
-        """Host frames that it takes."""
-        return 1 if part.kind is Kind.HISTORY else -(-self.of(part) // self.frame)
-
-    def spread(self, parts: Sequence[Part], frames: Sequence[Sequence[int]]) -> list[int]:
-        """How many bytes of each part's record lie in each of its frames."""
-        if _all_history(parts):
-            return [self.page] * len(parts)
-        whole = self.frame
-        return [
-            max(0, min(whole, size - start))
-            for size, held in zip(map(self.of, parts), frames, strict=True)
-            for start in range(0, len(held) * whole, whole)
-        ]
-
-
-def is_live(part: Part, *, source: bool) -> bool:
-    """Whether the device end of a part is a live tail."""
-    return part.kind is Kind.TAIL or (part.live_src if source else part.live_dst)
-
-
-def kept_on_host(part: Part) -> bool:
-    """Whether a record that comes from disk has host frames of its own to come through."""
-    return bool(part.via) or part.target is Tier.CPU
+FIRST_LAYERS_BYTES = 8 << 20
+LAYERS_BYTES = 32 << 20
+"""Layers that come one after the other do so in groups of at least this size, the first of a few
+at least of that, from where it doubles: a group takes the interpreter 0.3 ms, a copy of 8 MB half
+as long."""
+LAYERS_SHARE = 3
+"""This part of the landing buffer takes one piece of a group at a time."""
 
 
 def copy_part(pool: DevicePool, part: Part) -> None:
@@ -113,29 +80,32 @@ class Packer:
         self._staging = staging
         self._streams = streams
 
-    def gather(self, parts: Sequence[Part], slots: Sequence[int], fences: Fences) -> Event:
-        """Pack parts into staging slots, as many as each has frames; behind the event the sources
-        may be reused."""
-        pages, rows, tails = _split(parts, [p.dst for p in parts], slots, source=True)
+    def batch(self, parts: Sequence[Part], slots: Sequence[int]) -> Batch:
+        """Parts that are to be packed into these staging slots, as many as each has frames."""
+        held = [part.dst for part in parts]
+        batch = Batch(self._sizes, self._host, parts, held, source=True)
+        batch.where, batch.rows = self._staging.frames, np.array(slots, np.int64)
+        return batch
+
+    def gather(self, batch: Batch, fences: Fences) -> Event:
+        """Pack them; behind the event the sources may be reused."""
+        pages, rows, tails = split(batch, source=True)
         for part, held in tails:
             if self._sizes.of(part) > len(held) * self._sizes.frame:
                 raise ValueError(f"a tail of {part.src} does not fit {len(held)} frames")
         with self._streams.on(Lane.PACK, fences):
-            if pages:
+            if len(pages):
                 pack_pages(self._pool.history, pages, self._staging.frames, rows)
-            for sections, ids, held_by in _by_sections(self._pool, tails, source=True):
+            for sections, ids, held_by in by_sections(self._pool, tails, source=True):
                 pack_tails(sections, ids, self._staging.frames, held_by)
         return self._streams.mark(Lane.PACK)
 
-    def drain(self, parts: Sequence[Part], slots: Sequence[int], gathered: Event) -> Event:
+    def drain(self, batch: Batch, gathered: Event) -> Event:
         """Copy what was gathered to the host frames; behind the event they are whole, and the
         slots are free."""
-        places = [part.dst for part in parts]
-        frames = [frame for place in places for frame in place]
-        self._host.unseal(frames)
+        self._host.unseal(batch.frames)
         with self._streams.on(Lane.DRAIN, (gathered,)):
-            sizes = self._sizes.spread(parts, places)
-            copy_rows(self._staging.frames, slots, self._host.frames, frames, sizes)
+            copy_rows(batch.where, batch.rows, self._host.frames, batch.frames, batch.sizes)
         return self._streams.mark(Lane.DRAIN)
 
     def land(self, drained: Event) -> None:
@@ -224,6 +194,20 @@ class Reader:
         return places
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPiece:
+    """Some layers of some history pages."""
+
+    group: LayerGroup
+    pages: npt.NDArray[np.int64]
+    frames: npt.NDArray[np.int64]
+    """Host frames of these pages."""
+    slots: int
+    """Landing slots they take,"""
+    a_slot: int
+    """and how many of them fit one."""
+
+
 class Loader:
     """Host to pages, and what of a RESTORE never leaves the device."""
 
@@ -236,14 +220,12 @@ class Loader:
         self._host = host
         self._streams = streams
 
-    def place(self, part: Part) -> Place:
-        """Where a record lies that is not on disk."""
-        return self._host, part.src if part.source is Tier.CPU else ()
-
-    def rows(self, parts: Sequence[Part], places: Sequence[Place]) -> int:
+    def rows(self, parts: Sequence[Part], places: Sequence[Place] | None) -> int:
         """Landing rows that loading these takes."""
         if self._pool.device.type == "cpu":
             return 0
+        if places is None:
+            return sum(len(part.src) for part in parts)
         return sum(
             len(frames)
             for part, (_, frames) in zip(parts, places, strict=True)
@@ -253,48 +235,86 @@ class Loader:
     def load(
         self,
         parts: Sequence[Part],
-        places: Sequence[Place],
+        places: Sequence[Place] | None,
         landing_rows: Sequence[int],
         fences: Fences,
     ) -> Event:
-        """Bring the records from host memory into pages and tails; behind the event it is done,
-        and nothing reads the places any more."""
-        lower, here = _by_arena(parts, places)
+        """Bring the records from host memory (None: from the host frames that are their source)
+        into pages and tails; behind the event it is done, and nothing reads the places any more."""
+        lower, here = by_arena(self._sizes, self._host, parts, places)
         fetched = self._fetch(lower, landing_rows)
         with self._streams.on(Lane.LOAD, (*fetched, *fences)):
             for it in lower:
-                pages, rows, tails = _split(it.parts, it.frames, it.rows, source=False)
-                if pages:
+                pages, rows, tails = split(it, source=False)
+                if len(pages):
                     unpack_pages(self._pool.history, pages, it.where, rows)
-                for sections, ids, held_by in _by_sections(self._pool, tails, source=False):
+                for sections, ids, held_by in by_sections(self._pool, tails, source=False):
                     unpack_tails(sections, ids, it.where, held_by)
             for part in here:
                 copy_part(self._pool, part)
         return self._streams.mark(Lane.LOAD)
 
-    def layer_groups(self, pages: int) -> list[LayerGroup]:
-        """The layers of so many pages as they are to come one after the other, some at a time."""
-        layers, size = 1, self._sizes.page * pages // self._pool.num_layers
-        while layers * size < LAYERS_BYTES:
-            layers *= 2
-        return self._pool.layer_groups(layers)
+    def layer_pieces(self, parts: Sequence[Part]) -> list[LayerPiece]:
+        """History pages in host frames as they are to come: layer by layer, some layers at a time,
+        and where these are too many bytes at once some pages at a time."""
+        batch = Batch(self._sizes, self._host, parts, [part.src for part in parts], source=False)
+        assert batch.pages is not None
+        layers, size = self._pool.num_layers, self._sizes.page * len(parts)
+        start, least = 0, FIRST_LAYERS_BYTES
+        pieces: list[LayerPiece] = []
+        while start < layers:
+            count = 1  # powers of two, so that there are few different groups
+            while count * size < least * layers:
+                count *= 2
+            group = self._pool.layer_group(start, start + count)
+            pieces += self._pieces(group, batch)
+            start, least = start + count, min(2 * least, LAYERS_BYTES)
+        return pieces
 
-    def load_layers(self, group: LayerGroup, parts: Sequence[Part], fences: Fences) -> Event:
-        """Bring some layers of history pages from their host frames, which the device reads by
-        itself; behind the event they are there."""
-        with self._streams.on(Lane.LOAD, fences):
-            unpack_pages(
-                group.sections,
-                [part.dst[0] for part in parts],
-                self._host.frames,
-                [part.src[0] for part in parts],
-            )
+    def _pieces(self, group: LayerGroup, batch: Batch) -> Iterator[LayerPiece]:
+        pages, frames = np.asarray(batch.pages), batch.frames
+        if self._pool.device.type == "cpu":
+            yield LayerPiece(group, pages, frames, 0, 1)
+            return
+        a_slot = self._sizes.frame // group.bytes
+        most = max(1, self._landing.num_slots // LAYERS_SHARE) * a_slot
+        for at in range(0, len(pages), most):
+            some = pages[at : at + most]
+            yield LayerPiece(group, some, frames[at : at + most], -(-len(some) // a_slot), a_slot)
+
+    def load_layers(self, piece: LayerPiece, slots: Sequence[int], fences: Fences) -> Event:
+        """Bring some layers of history pages from their host frames, by way of these landing slots;
+        behind the event they are there, and nothing reads the frames and slots any more."""
+        pages, frames = piece.pages, self._host.frames
+        if self._pool.device.type == "cpu":
+            with self._streams.on(Lane.LOAD, fences):
+                for sections, _, _ in piece.group.runs:
+                    unpack_pages(sections, pages, frames, piece.frames)
+                return self._streams.mark(Lane.LOAD)
+        width = self._sizes.frame // piece.a_slot // 16 * 16 or self._sizes.frame // piece.a_slot
+        if width < piece.group.bytes:
+            width = piece.group.bytes
+        index = np.arange(len(pages))
+        landing = self._landing.frames
+        starts = np.array(slots)[index // piece.a_slot] * landing.stride(0)
+        starts += index % piece.a_slot * width
+        with self._streams.on(Lane.FETCH):
+            at = starts
+            for _, first, size in piece.group.runs:
+                copy_pieces(frames, piece.frames * frames.stride(0) + first, landing, at, size)
+                at = at + size
+            fetched = self._streams.mark(Lane.FETCH)
+        with self._streams.on(Lane.LOAD, (fetched, *fences)):
+            at = starts
+            for sections, first, size in piece.group.runs:
+                unpack_pieces(sections, pages, landing.view(-1), at - first)
+                at = at + size
             return self._streams.mark(Lane.LOAD)
 
     def arrival(
         self,
         parts: Sequence[Part],
-        places: Sequence[Place],
+        places: Sequence[Place] | None,
         loaded: Event,
         layers: Mapping[int, Event] = NO_LAYERS,
     ) -> Arrival:
@@ -302,106 +322,29 @@ class Loader:
         return Arrival(
             self._streams,
             pages=(part.dst[0] for part in parts),
-            frames=(f for arena, held in places if arena is self._host for f in held),
+            frames=[
+                frame
+                for arena, held in places or [(self._host, part.src) for part in parts]
+                if arena is self._host
+                for frame in held
+            ],
             whole=loaded,
             layers=layers,
         )
 
-    def _fetch(self, lower: Sequence["_Records"], landing_rows: Sequence[int]) -> Fences:
+    def _fetch(self, lower: Sequence["Batch"], landing_rows: Sequence[int]) -> Fences:
         """Bring records where the pack kernels can read them; what these have to wait for.
 
         On a GPU to the landing buffer: large copies first and one launch then, as many small copies
         run at a tenth of the speed.
         """
-        for it in lower:
-            it.rows = [frame for held in it.frames for frame in held]
         if self._pool.device.type == "cpu" or not lower:
             return ()
         used = 0
         with self._streams.on(Lane.FETCH):
             for it in lower:
-                frames, it.rows = it.rows, landing_rows[used : used + len(it.rows)]
-                used += len(frames)
-                sizes = self._sizes.spread(it.parts, it.frames)
-                copy_rows(it.arena.frames, frames, self._landing.frames, it.rows, sizes)
                 it.where = self._landing.frames
+                it.rows = np.array(landing_rows[used : used + len(it.frames)], np.int64)
+                used += len(it.frames)
+                copy_rows(it.arena.frames, it.frames, it.where, it.rows, it.sizes)
         return (self._streams.mark(Lane.FETCH),)
-
-
-class _Records:
-    """Records in one arena, and where the pack kernels find them."""
-
-    __slots__ = ("arena", "frames", "parts", "rows", "where")
-
-    def __init__(self, arena: HostArena, parts: list[Part], frames: list[tuple[int, ...]]) -> None:
-        self.arena = arena
-        self.parts = parts
-        self.frames = frames
-        self.where = arena.frames
-        self.rows: Sequence[int] = ()
-        """Of ``where``, one part's after the other."""
-
-
-def _by_arena(parts: Sequence[Part], places: Sequence[Place]) -> tuple[list[_Records], list[Part]]:
-    """What is to come from host memory, arena by arena; and what is on the device already."""
-    first = places[0][0] if places else None
-    if all(p.target is Tier.GPU and p.source is not Tier.GPU for p in parts) and all(
-        arena is first for arena, _ in places
-    ):  # by far the most
-        return [_Records(arena, list(parts), [f for _, f in places]) for arena, _ in places[:1]], []
-    lower: dict[int, _Records] = {}
-    here: list[Part] = []
-    for part, (arena, frames) in zip(parts, places, strict=True):
-        if part.target is not Tier.GPU:
-            continue
-        if part.source is Tier.GPU:  # a checkpoint that has not left it
-            here.append(part)
-            continue
-        records = lower.setdefault(id(arena), _Records(arena, [], []))
-        records.parts.append(part)
-        records.frames.append(frames)
-    return list(lower.values()), here
-
-
-Tails = list[tuple[Part, Sequence[int]]]
-
-
-def _all_history(parts: Sequence[Part]) -> bool:
-    return all(part.kind is Kind.HISTORY for part in parts)
-
-
-def _split(
-    parts: Sequence[Part], frames: Sequence[Sequence[int]], rows: Sequence[int], *, source: bool
-) -> tuple[list[int], Sequence[int], Tails]:
-    """Device pages of the history parts and the row of each; all other parts with their rows.
-
-    ``rows`` are those of one part after the other, as many as it has host ``frames``.
-    """
-    if _all_history(parts):
-        return [(p.src if source else p.dst)[0] for p in parts], rows, []
-    pages: list[int] = []
-    page_rows: list[int] = []
-    tails: Tails = []
-    at = 0
-    for part, held in zip(parts, frames, strict=True):
-        if part.kind is Kind.HISTORY:
-            pages.append((part.src if source else part.dst)[0])
-            page_rows.append(rows[at])
-        else:
-            tails.append((part, rows[at : at + len(held)]))
-        at += len(held)
-    return pages, page_rows, tails
-
-
-def _by_sections(
-    pool: DevicePool, tails: Tails, *, source: bool
-) -> Iterable[tuple[Sections, list[tuple[int, ...]], list[Sequence[int]]]]:
-    """Sections, and the pages and rows of all records that one call can move."""
-    out: dict[Sections, tuple[list[tuple[int, ...]], list[Sequence[int]]]] = {}
-    for part, held in tails:
-        frames, live = part.src if source else part.dst, is_live(part, source=source)
-        sections, pages = pool.sections(part.kind, frames, live=live)
-        some, theirs = out.setdefault(sections, ([], []))
-        some.append(pages)
-        theirs.append(held)
-    return [(sections, *moved) for sections, moved in out.items()]

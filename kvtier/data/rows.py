@@ -1,4 +1,4 @@
-"""Copies of whole rows between device and host memory by the copy engines.
+"""Copies of rows and pieces between device and host memory by the copy engines.
 
 One call to the driver for all rows, where the driver has it: a row of its own costs 2 to 3 us on
 the engine and 5 to 12 us on the calling thread, more than a small row takes to move.  Knows nothing
@@ -10,17 +10,29 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-__all__ = ["copy_rows"]
+__all__ = ["Rows", "as_rows", "copy_pieces", "copy_rows"]
+
+Rows = Sequence[int] | npt.NDArray[np.int64]
+"""Numbers of rows or frames.  As an array they cost a thousandth of a loop over them."""
+
+
+def as_rows(rows: Rows, count: int) -> npt.NDArray[np.int64]:
+    """The same as an array.  Raises IndexError unless all lie in [0, count)."""
+    numbers = np.asarray(rows, np.int64)
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= count):  # -1 would name the last
+        raise IndexError(f"rows {rows} of {count}")
+    return numbers
 
 
 def copy_rows(
     source: torch.Tensor,
-    source_rows: Sequence[int],
+    source_rows: Rows,
     target: torch.Tensor,
-    target_rows: Sequence[int],
-    sizes: Sequence[int],
+    target_rows: Rows,
+    sizes: Rows,
 ) -> None:
     """The first ``sizes[i]`` bytes of row ``source_rows[i]`` of ``source`` go to the same place in
     row ``target_rows[i]`` of ``target``.
@@ -31,36 +43,63 @@ def copy_rows(
     not there.
     """
     assert len(sizes) == len(source_rows) == len(target_rows), (source_rows, target_rows, sizes)
-    if 0 in sizes:  # a record may end before its last frame
-        kept = [i for i, size in enumerate(sizes) if size]
-        source_rows, target_rows = [source_rows[i] for i in kept], [target_rows[i] for i in kept]
-        sizes = [sizes[i] for i in kept]
-    if not sizes:
+    lengths = np.asarray(sizes, np.uint64)
+    there = as_rows(source_rows, source.shape[0])
+    here = as_rows(target_rows, target.shape[0])
+    if not lengths.all():  # a record may end before its last frame
+        there, here, lengths = there[lengths > 0], here[lengths > 0], lengths[lengths > 0]
+    if not lengths.size:
         return
-    for rows, there in ((source_rows, source), (target_rows, target)):
-        if min(rows) < 0 or max(rows) >= there.shape[0]:  # -1 would name the last one
-            raise IndexError(f"rows {rows} of {there.shape[0]}")
-        assert there.stride(1) == 1
-        assert max(sizes) <= there.shape[1], "a row is shorter than what it is to hold"
+    assert source.stride(1) == target.stride(1) == 1
+    most = min(source.shape[1], target.shape[1])
+    assert lengths.max() <= most, "a row is shorter than what it is to hold"
     device = target.device if source.device.type == "cpu" else source.device
     batch = _batch_copy() if device.type == "cuda" else None
     if batch is None:
-        for src, dst, size in zip(source_rows, target_rows, sizes, strict=True):
+        for src, dst, size in zip(there.tolist(), here.tolist(), lengths.tolist(), strict=True):
             target[dst, :size].copy_(source[src, :size], non_blocking=True)
         return
     batch(
-        _addresses(target, target_rows),
-        _addresses(source, source_rows),
-        np.array(sizes, np.uint64),
+        _addresses(target, here),
+        _addresses(source, there),
+        lengths,
         torch.cuda.current_stream(device).cuda_stream,
     )
 
 
-Addresses = np.ndarray[tuple[int], np.dtype[np.uint64]]
+def copy_pieces(
+    source: torch.Tensor,
+    source_starts: npt.NDArray[np.int64],
+    target: torch.Tensor,
+    target_starts: npt.NDArray[np.int64],
+    size: int,
+) -> None:
+    """``size`` bytes from each of these places of ``source`` to that of ``target``.
+
+    Both are contiguous uint8, and places count their bytes from the first.  Streams as for
+    ``copy_rows``.  The caller has checked the places.
+    """
+    assert source.is_contiguous() and target.is_contiguous()
+    device = target.device if source.device.type == "cpu" else source.device
+    batch = _batch_copy() if device.type == "cuda" else None
+    if batch is None:
+        there, here = source.view(-1), target.view(-1)
+        for src, dst in zip(source_starts.tolist(), target_starts.tolist(), strict=True):
+            here[dst : dst + size].copy_(there[src : src + size], non_blocking=True)
+        return
+    batch(
+        (target_starts + target.data_ptr()).astype(np.uint64),
+        (source_starts + source.data_ptr()).astype(np.uint64),
+        np.full(len(source_starts), size, np.uint64),
+        torch.cuda.current_stream(device).cuda_stream,
+    )
 
 
-def _addresses(there: torch.Tensor, rows: Sequence[int]) -> Addresses:
-    return np.array(rows, np.uint64) * np.uint64(there.stride(0)) + np.uint64(there.data_ptr())
+Addresses = npt.NDArray[np.uint64]
+
+
+def _addresses(there: torch.Tensor, rows: npt.NDArray[np.int64]) -> Addresses:
+    return (rows * there.stride(0) + there.data_ptr()).astype(np.uint64)
 
 
 class _Location(ctypes.Structure):

@@ -30,19 +30,12 @@ import torch
 from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Op, OpKind, Part
+from kvtier.data.batches import Sizes, kept_on_host
 from kvtier.data.copier import Copier, even_batch
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
 from kvtier.data.jobs import Job, Turns, Workers
-from kvtier.data.records import (
-    Loader,
-    Packer,
-    Reader,
-    Sizes,
-    copy_part,
-    kept_on_host,
-    record_of,
-)
+from kvtier.data.records import Loader, Packer, Reader, copy_part, record_of
 from kvtier.data.staging import Slots, Staging
 from kvtier.data.streams import Fences, Lane, streams_for
 from kvtier.errors import CacheClosed, StoreError
@@ -71,9 +64,9 @@ costs besides its bytes is lost in them."""
 BATCHES = 3
 """Of each direction at once: one being copied, one queued behind it, one whose end is being told.
 """
-EARLY_BYTES = 64 << 20
+EARLY_BYTES = 128 << 20
 """A RESTORE of at least this size into pages of a layout without tails ends when its copies are
-queued, 1.2 ms before they are over, and comes layer by layer from the host."""
+queued, up to 2.4 ms before they are over, and comes layer by layer from the host."""
 EXIT_S = 10.0
 """How long the end of the process may wait for a transfer that nobody closed."""
 
@@ -267,7 +260,7 @@ class DeviceTransfer:
 
     def _submit_loads(self, job: Job, start: int, stop: int, *, large: bool) -> None:
         """Parts of one source, batch by batch; ``large`` reads need no memory of the reader's."""
-        frames = [self._sizes.frames(part) for part in job.op.parts[start:stop]]
+        frames = self._sizes.all_frames(job.op.parts[start:stop])
         left, copied = sum(frames), 0
         if job.op.parts[start].source is not Tier.DISK:
             copied = even_batch(left, self._batch_frames)
@@ -324,7 +317,8 @@ class DeviceTransfer:
         if batch[0].source is Tier.DISK:
             self._reading.submit(lambda number: self._read(job, self._readers[number], start, stop))
         else:
-            self._copier.load(job, start, batch, [self._loader.place(part) for part in batch])
+            host = batch[0].source is Tier.CPU
+            self._copier.load(job, start, batch, None if host else [(self.host, ())] * len(batch))
 
     def _read(self, job: Job, reader: Reader, start: int, stop: int) -> None:
         batch = job.op.parts[start:stop]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
@@ -24,8 +26,11 @@ __all__ = [
     "pack_pages",
     "pack_tails",
     "unpack_pages",
+    "unpack_pieces",
     "unpack_tails",
 ]
+
+Ints = Sequence[int] | npt.NDArray[np.int64]
 
 _ANY = 1 << 62
 """Pages of a member that has no section: nothing of it is read or written."""
@@ -49,6 +54,8 @@ class Sections:
     """Pages there are to choose from, of each member; of one without sections any number."""
     _chunks: "dict[int, Chunks]" = field(default_factory=dict, init=False, repr=False)
     """Device tables by bytes of a record's row, made when first used."""
+    _whole: "tuple[Sections, int] | None" = field(default=None, repr=False)
+    """What these are a part of, and which section of it is their first."""
 
     def __post_init__(self) -> None:
         if not self.members:
@@ -66,30 +73,28 @@ class Sections:
         ]
         object.__setattr__(self, "num_pages", tuple(count))
 
-    @property
-    def device(self) -> torch.device:
-        return self.storages[0].device
+    def between(self, start: int, stop: int) -> "Sections":
+        """Some of the sections of a record of one page, at the same places of it."""
+        assert not any(self.members)
+        return Sections(self.storages[start:stop], self.offsets[start:stop], _whole=(self, start))
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """(storage, offset, member) of each section."""
         return zip(self.storages, self.offsets, self.members, strict=True)
 
 
-def pack_pages(
-    sections: Sections, pages: Sequence[int], records: torch.Tensor, rows: Sequence[int]
-) -> None:
+def pack_pages(sections: Sections, pages: Ints, records: torch.Tensor, rows: Ints) -> None:
     """Gather: row ``rows[i]`` of ``records`` becomes the packed record of page ``pages[i]``.
 
-    ``records`` is uint8 (rows, at least ``record_bytes``), on the sections' device or, for the one
-    launch, in pinned host memory; bytes behind the record are left alone.  Rows must differ.  In
-    stream order on CUDA.  Raises IndexError, having moved nothing, for a page or a row that is not
-    there.
+    ``records`` is uint8 (rows, at least ``record_bytes``), on the sections' device; bytes behind
+    the record are left alone.  Rows must differ.  In stream order on CUDA.  Raises IndexError,
+    having moved nothing, for a page or a row that is not there.
     """
     _check_pages(sections, pages, records, rows)
-    if _one_launch(sections.device):
+    if _one_launch(records.device):
         _launch(sections, pages, records, rows, unpack=False)
         return
-    if sections.device.type == "cpu":
+    if records.device.type == "cpu":
         there = records.numpy()
         for storage, at, _ in sections:
             there[rows, at : at + storage.shape[1]] = storage.numpy()[pages]
@@ -100,18 +105,16 @@ def pack_pages(
         part.index_copy_(0, row_ids, storage.index_select(0, page_ids))
 
 
-def unpack_pages(
-    sections: Sections, pages: Sequence[int], records: torch.Tensor, rows: Sequence[int]
-) -> None:
+def unpack_pages(sections: Sections, pages: Ints, records: torch.Tensor, rows: Ints) -> None:
     """Scatter: page ``pages[i]`` becomes what row ``rows[i]`` of ``records`` holds, packed.
 
     As ``pack_pages``; pages must differ.
     """
     _check_pages(sections, pages, records, rows)
-    if _one_launch(sections.device):
+    if _one_launch(records.device):
         _launch(sections, pages, records, rows, unpack=True)
         return
-    if sections.device.type == "cpu":
+    if records.device.type == "cpu":
         there = records.numpy()
         for storage, at, _ in sections:
             storage.numpy()[pages] = there[rows, at : at + storage.shape[1]]
@@ -120,6 +123,33 @@ def unpack_pages(
     for storage, at, _ in sections:
         part = records[:, at : at + storage.shape[1]]
         storage.index_copy_(0, page_ids, part.index_select(0, row_ids))
+
+
+def unpack_pieces(
+    sections: Sections, pages: Ints, records: torch.Tensor, starts: npt.NDArray[np.int64]
+) -> None:
+    """Scatter what is there of some records: page ``pages[i]`` becomes what the record that begins
+    at byte ``starts[i]`` of ``records`` holds.
+
+    ``records`` is uint8 (bytes,).  Only the bytes of the sections have to lie in it: a record may
+    begin before it.  Otherwise as ``unpack_pages``.
+    """
+    (num_pages,) = sections.num_pages
+    first = min(sections.offsets)
+    if not _within(pages, num_pages) or not _within(
+        starts + first, records.numel() - (sections.record_bytes - first) + 1
+    ):
+        raise IndexError(f"pages {pages} of {num_pages}, starts {starts} of {records.numel()}")
+    if _one_launch(records.device):
+        from kvtier.kernels.triton_pack import move
+
+        whole, at = sections._whole or (sections, 0)
+        chunks = _chunks(whole, whole.record_bytes).between(at, at + len(sections.storages))
+        move(chunks, pages, records, starts, unpack=True)
+        return
+    for storage, at, _ in sections:
+        for page, start in zip(pages, starts.tolist(), strict=True):
+            storage[page] = records[start + at : start + at + storage.shape[1]]
 
 
 def pack_tails(
@@ -135,7 +165,7 @@ def pack_tails(
     turn, each to its end.
     """
     _check_tails(sections, tails, records, rows)
-    if _one_launch(sections.device):
+    if _one_launch(records.device):
         _launch(sections, *_flat(sections, tails, records, rows), unpack=False)
         return
     for page, storage, spans in _tail_spans(sections, tails, records, rows):
@@ -153,7 +183,7 @@ def unpack_tails(
     As ``pack_tails``; a page of -1 is skipped.
     """
     _check_tails(sections, tails, records, rows)
-    if _one_launch(sections.device):
+    if _one_launch(records.device):
         _launch(sections, *_flat(sections, tails, records, rows), unpack=True)
         return
     for page, storage, spans in _tail_spans(sections, tails, records, rows):
@@ -168,7 +198,7 @@ def clear_tails(sections: Sections, tails: Sequence[Sequence[int]]) -> None:
     there.
     """
     _check_members(sections, tails)
-    if _one_launch(sections.device):
+    if _one_launch(sections.storages[0].device):
         from kvtier.kernels.triton_pack import clear
 
         clear(_chunks(sections, sections.record_bytes), [page for tail in tails for page in tail])
@@ -231,9 +261,9 @@ def _rest(span: torch.Tensor | int, start: int) -> torch.Tensor | int:
     return span - start if isinstance(span, int) else span[start:]
 
 
-def _ids(ids: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+def _ids(ids: Ints, like: torch.Tensor) -> torch.Tensor:
     # Allocated on the stream that reads it, so its memory cannot be reused before it was read.
-    return torch.tensor(ids, dtype=torch.int64, device=like.device)
+    return torch.as_tensor(ids, dtype=torch.int64).to(like.device)
 
 
 def _tail_spans(
@@ -282,9 +312,9 @@ def _flat(
 
 def _launch(
     sections: Sections,
-    pages: Sequence[int],
+    pages: Ints,
     records: torch.Tensor,
-    rows: Sequence[int],
+    rows: Ints,
     *,
     unpack: bool,
 ) -> None:
@@ -303,9 +333,7 @@ def _chunks(sections: Sections, row_bytes: int) -> "Chunks":
     return chunks
 
 
-def _check_pages(
-    sections: Sections, pages: Sequence[int], records: torch.Tensor, rows: Sequence[int]
-) -> None:
+def _check_pages(sections: Sections, pages: Ints, records: torch.Tensor, rows: Ints) -> None:
     assert len(pages) == len(rows), (pages, rows)
     assert records.shape[-1] >= sections.record_bytes, "a record does not fit a row"
     _check_records(sections, records)
@@ -340,10 +368,10 @@ def _check_records(sections: Sections, records: torch.Tensor) -> None:
     assert records.dtype is torch.uint8
     assert records.dim() == 2
     assert records.stride(1) == 1
-    assert records.device == sections.device or (
-        _one_launch(sections.device) and records.is_pinned()
-    )
+    assert records.device == sections.storages[0].device
 
 
-def _within(numbers: Sequence[int], count: int) -> bool:
+def _within(numbers: Ints, count: int) -> bool:
+    if isinstance(numbers, np.ndarray):
+        return not numbers.size or (int(numbers.min()) >= 0 and int(numbers.max()) < count)
     return not numbers or (min(numbers) >= 0 and max(numbers) < count)

@@ -2,9 +2,8 @@
 
 Sections are cut once, when they are first used, into chunks that a program moves at a time; the
 table of chunks lies on the device.  A launch takes one small upload of numbers, whatever the
-layout.  Addresses are 64 bits wide.  Records may lie in pinned host memory: a few programs that
-move one chunk after the other are as fast as the link, and leave the device to others.  Owns no
-check of its arguments: ``kvtier.kernels.pack``, whose functions these carry out, has made them.
+layout.  Addresses are 64 bits wide.  Owns no check of its arguments: ``kvtier.kernels.pack``, whose
+functions these carry out, has made them.
 """
 
 from collections.abc import Sequence
@@ -23,14 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK", "Chunks", "clear", "copy_runs", "cut", "move"]
 
 Numbers = npt.NDArray[np.int64]
+Ints = Sequence[int] | Numbers
 CHUNK = 16384
 """Bytes a program moves at most: enough loads in flight at once, enough programs a page."""
 _BLOCK = tl.constexpr(CHUNK)
-HOST_PROGRAMS = 32
-"""That move chunks to or from host memory at once."""
-_ALL = 1 << 31
-_HEADER = 7
-"""Numbers of a launch before those of its items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +39,13 @@ class Chunks:
     """Page numbers of an item."""
     rows: int
     """Rows of a record."""
+    firsts: tuple[int, ...] = ()
+    """The first chunk of each section, and how many there are."""
+
+    def between(self, start: int, stop: int) -> "Chunks":
+        """Of some of the sections, where a record has one row."""
+        assert self.rows == 1
+        return Chunks(self.table[self.firsts[start] : self.firsts[stop]], self.members, 1)
 
 
 def cut(sections: "Sections", row_bytes: int) -> Chunks:
@@ -52,6 +54,7 @@ def cut(sections: "Sections", row_bytes: int) -> Chunks:
     Blocks until the table is on the device, so that any stream may read it.
     """
     lines: list[tuple[int, ...]] = []
+    firsts = [0]
     for storage, offset, member in zip(
         sections.storages, sections.offsets, sections.members, strict=True
     ):
@@ -62,35 +65,32 @@ def cut(sections: "Sections", row_bytes: int) -> Chunks:
             length = min(CHUNK, size - done, row_bytes - start)
             lines.append((address + done, storage.stride(0), row, start, length, member))
             done += length
+        firsts.append(len(lines))
     device = sections.storages[0].device
     return Chunks(
         table=torch.tensor(lines, dtype=torch.int64, device=device),
         members=1 + max(sections.members),
         rows=-(-sections.record_bytes // row_bytes),
+        firsts=tuple(firsts),
     )
 
 
 def move(
     chunks: Chunks,
-    pages: Sequence[int],
+    pages: Ints,
     records: torch.Tensor,
-    rows: Sequence[int],
+    rows: Ints,
     *,
     unpack: bool,
 ) -> None:
     """Gather records from pages or (``unpack``) scatter them, all of them in one launch.
 
     ``pages`` are the page numbers of one item after the other, ``rows`` likewise their rows of
-    ``records``, uint8 (any, row bytes) with adjacent bytes, on the device or pinned.  A page of -1
-    reads as zeros and is not written.
+    ``records``, uint8 (any, row bytes) with adjacent bytes, or the bytes at which they begin where
+    it is (bytes,).  A page of -1 reads as zeros and is not written.
     """
     _over_chunks(
-        _unpack if unpack else _pack,
-        chunks,
-        pages,
-        (records.data_ptr(), records.stride(0)),
-        rows,
-        most=_ALL if records.device == chunks.table.device else HOST_PROGRAMS,
+        _unpack if unpack else _pack, chunks, pages, (records.data_ptr(), records.stride(0)), rows
     )
 
 
@@ -105,33 +105,21 @@ def clear(chunks: Chunks, pages: Sequence[int]) -> None:
 def _over_chunks(
     kernel: Any,
     chunks: Chunks,
-    pages: Sequence[int],
+    pages: Ints,
     records: tuple[int, int],
-    rows: Sequence[int],
-    *,
-    most: int = _ALL,
+    rows: Ints,
 ) -> None:
-    """All chunks of all items, by ``most`` programs at once.
-
-    ``records`` are address and bytes of a row."""
+    """One program a chunk and item.  ``records`` are address and bytes of a row."""
     count = len(pages) // chunks.members
     if not count:
         return
     num_chunks, width = chunks.table.shape[0], chunks.members + chunks.rows
-    total = num_chunks * count
-    numbers = np.empty(_HEADER + count * width, np.int64)
-    numbers[:_HEADER] = (
-        chunks.table.data_ptr(),
-        num_chunks,
-        chunks.members,
-        width,
-        *records,
-        total,
-    )
-    items = numbers[_HEADER:].reshape(count, width)
+    numbers = np.empty(6 + count * width, np.int64)
+    numbers[:6] = (chunks.table.data_ptr(), num_chunks, chunks.members, width, *records)
+    items = numbers[6:].reshape(count, width)
     items[:, : chunks.members] = np.reshape(pages, (count, chunks.members))
     items[:, chunks.members :] = np.reshape(rows, (count, chunks.rows))
-    _run(kernel, min(total, most), numbers, chunks.table.device)
+    _run(kernel, num_chunks * count, numbers, chunks.table.device)
 
 
 def copy_runs(runs: Sequence[tuple[int, int, int]], device: torch.device) -> None:
@@ -193,16 +181,16 @@ def _copy_bytes(source, target, size, held):
 
 
 # What a launch is about comes as numbers in one upload: handing over each by itself costs more
-# than the launch.  (table, chunks, members, numbers an item, records, bytes of a row, chunks of all
-# items), then items.
+# than the launch.  (table, chunks, members, numbers an item, records, bytes of a row), then items.
 
 
 @triton.jit
-def _places(launch, chunk):
-    """(paged address, packed address, bytes, page) of this chunk of all items."""
+def _places(launch):
+    """(paged address, packed address, bytes, page) of this program's chunk."""
     num_chunks = tl.load(launch + 1)
-    line = tl.load(launch).to(tl.pointer_type(tl.int64)) + chunk % num_chunks * 6
-    item = launch + 7 + chunk // num_chunks * tl.load(launch + 3)
+    program = tl.program_id(0).to(tl.int64)
+    line = tl.load(launch).to(tl.pointer_type(tl.int64)) + program % num_chunks * 6
+    item = launch + 6 + program // num_chunks * tl.load(launch + 3)
     page = tl.load(item + tl.load(line + 5))
     row = tl.load(item + tl.load(launch + 2) + tl.load(line + 2))
     paged = tl.load(line) + page * tl.load(line + 1)
@@ -212,31 +200,22 @@ def _places(launch, chunk):
 
 @triton.jit
 def _pack(launch):
-    chunk, total = tl.program_id(0).to(tl.int64), tl.load(launch + 6)
-    while chunk < total:
-        paged, packed, size, page = _places(launch, chunk)
-        _copy(paged, packed, size, page >= 0, _BLOCK)
-        chunk += tl.num_programs(0)
+    paged, packed, size, page = _places(launch)
+    _copy(paged, packed, size, page >= 0, _BLOCK)
 
 
 @triton.jit
 def _unpack(launch):
-    chunk, total = tl.program_id(0).to(tl.int64), tl.load(launch + 6)
-    while chunk < total:
-        paged, packed, size, page = _places(launch, chunk)
-        if page >= 0:
-            _copy(packed, paged, size, True, _BLOCK)
-        chunk += tl.num_programs(0)
+    paged, packed, size, page = _places(launch)
+    if page >= 0:
+        _copy(packed, paged, size, True, _BLOCK)
 
 
 @triton.jit
 def _clear(launch):
-    chunk, total = tl.program_id(0).to(tl.int64), tl.load(launch + 6)
-    while chunk < total:
-        paged, _, size, page = _places(launch, chunk)
-        if page >= 0:
-            _copy(paged, paged, size, False, _BLOCK)
-        chunk += tl.num_programs(0)
+    paged, _, size, page = _places(launch)
+    if page >= 0:
+        _copy(paged, paged, size, False, _BLOCK)
 
 
 @triton.jit

@@ -108,6 +108,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
     device = LateDevice()
     monkeypatch.setattr(transfer, "EARLY_BYTES", 1)
     monkeypatch.setattr(records, "LAYERS_BYTES", 1)
+    monkeypatch.setattr(records, "FIRST_LAYERS_BYTES", 1)
     monkeypatch.setattr(transfer, "streams_for", lambda _: device)
     monkeypatch.setattr(records, "unpack_pages", device.unpack)
     yield device
@@ -146,7 +147,7 @@ def test_each_layer_is_there_when_it_has_been_waited_for(late: LateDevice) -> No
         assert set(p.page(11)) == {0xFF}, "it ended early, and nothing has come"
         (arrival,) = p.pool.arriving(ids(-1, 9, 3))
         for layer in range(LAYERS):
-            late.let(1)
+            late.let(2)  # keys and values
             arrival.wait(layer)
             for page in range(4):
                 for other in range(LAYERS):
@@ -261,16 +262,22 @@ def test_what_cannot_be_queued_fails_the_op_and_is_nowhere_expected(
     calls = iter(range(10))
 
     def fails(*args: Any) -> None:
-        if next(calls) == 1:  # the second layer
+        if next(calls) == 3:  # the second layer
             raise RuntimeError("lost")
         late.unpack(*args)
 
     with running(late) as p:
-        packed(p, 2)
+        want = packed(p, 2)
         monkeypatch.setattr(records, "unpack_pages", fails)
         end = p.start(OpKind.RESTORE, up(0, 7), up(1, 8))
+        time.sleep(0.05)
+        assert not end.calls, (
+            "its first layer is still on the way, into pages that will be given up"
+        )
+        late.let_all()
         assert end.delivered == 0
         assert isinstance(end.error, RuntimeError)
+        assert layer_bytes(p, 8, 0) == want[1][0]
         assert not p.pool.arriving(ids(7, 8))
 
 
@@ -408,12 +415,14 @@ def test_layers_on_a_gpu_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(1)
     monkeypatch.setattr(transfer, "EARLY_BYTES", 1)
     monkeypatch.setattr(records, "LAYERS_BYTES", 1)
+    monkeypatch.setattr(records, "FIRST_LAYERS_BYTES", 1)
 
     def sleepy(*args: Any) -> None:
         torch.cuda._sleep(rng.randrange(1, 20_000_000))  # type: ignore[no-untyped-call]
-        unpack_pages(*args)
+        unpack_pieces(*args)
 
-    monkeypatch.setattr(records, "unpack_pages", sleepy)
+    unpack_pieces = records.unpack_pieces
+    monkeypatch.setattr(records, "unpack_pieces", sleepy)
     layout = gqa(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", page_tokens=16)
     with plane(layout, Geometry(**{**GEOMETRY_FIELDS, "gpu_pages": 24}), device="cuda") as p:
         early = 0
@@ -429,12 +438,13 @@ def test_layers_on_a_gpu_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
             end = p.start(OpKind.RESTORE, *[up(i, t) for i, t in enumerate(targets)])
             assert end.delivered == 8
             late = p.pool.arriving(ids(*targets))
+            early += bool(late) and not late[0].whole.query()  # type: ignore[attr-defined]
             seen = []
             for layer in range(3):
                 for arrival in late:
                     arrival.wait(layer)
-                seen.append(p.pool._storage["k", layer][targets].clone())
-            early += bool(late) and not late[0].whole.query()  # type: ignore[attr-defined]
+                storage = p.pool._storage["k", layer]
+                seen.append(torch.stack([storage[target] for target in targets]))
             # Its frames are packed over, its pages copied away, before it has come.
             pack = p.start(OpKind.PACK, *[down(t, 11 - i) for i, t in enumerate(targets[:4])])
             for layer in range(3):
