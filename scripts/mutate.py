@@ -172,6 +172,30 @@ BUGS = [
         "    limit = ((len(data) >> 2) - 1) // page\n"
         "    if run:\n        run.nodes[pages - 1].tick = res.tick = res.tick + 1\n",
     ),
+    Bug(
+        "a miss is told by another identity's root",
+        "lookup",
+        "    if who is not identity or res.disk is not None:",
+        "    if res.disk is not None:",
+    ),
+    Bug(
+        "a miss is told without asking the disk",
+        "lookup",
+        "    if who is not identity or res.disk is not None:",
+        "    if who is not identity:",
+    ),
+    Bug(
+        "a full hit is told of pages the device has lost",
+        "lookup",
+        " and run.held[GPU] >= pages:",
+        ":",
+    ),
+    Bug(
+        "a run forgets what a tier has of it",
+        "tree",
+        "            branches[tier] += 1 if pages else -1",
+        "            pass",
+    ),
     # ---------------------------------------------------------------- writing
     Bug(
         "pages of a span are published early",
