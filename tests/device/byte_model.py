@@ -7,6 +7,7 @@ is free with 0xFF (a NaN in every float format).
 """
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache as memoised
@@ -88,17 +89,18 @@ def needed(c: Component, length: int) -> Ints:
 class DeviceModel:
     """The forward pass of one cache over the default data plane, and what it may read.
 
-    Device work runs on ``stream`` (None: the CPU); enter ``computing()`` around whatever calls
-    into the cache or the model.
+    On a GPU it runs on one stream, or with ``several_streams`` on one for each thread; enter
+    ``computing()`` around whatever calls into the cache or the model.
     """
 
-    def __init__(self, cache: kvtier.Cache) -> None:
+    def __init__(self, cache: kvtier.Cache, *, several_streams: bool = False) -> None:
         self.cache = cache
         self.layout: Layout = cache.layout
         self.transfer: Any = cache._pump.transfer
         self.pool: Any = self.transfer.pool
         self.device: torch.device = self.pool.device
-        self.stream = torch.cuda.Stream(self.device) if self.on_gpu else None
+        self._several = several_streams
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self.noise = torch.from_numpy(NOISE).to(self.device)
         self.places = [(c, layer) for c in self.layout.components for layer in c.layers]
         if self.on_gpu:
@@ -110,7 +112,12 @@ class DeviceModel:
 
     def computing(self) -> AbstractContextManager[Any]:
         """The compute stream is this thread's current one."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        if not self.on_gpu:
+            return nullcontext()
+        who = threading.get_ident() if self._several else 0
+        if who not in self._streams:
+            self._streams[who] = torch.cuda.Stream(self.device)
+        return torch.cuda.stream(self._streams[who])
 
     # ------------------------------------------------------------------ the forward pass
 
@@ -231,6 +238,7 @@ class DeviceModel:
     def check(self, lease: kvtier.Lease) -> int:
         """Every byte that the next forward pass of a lease reads is that of its tokens; how many
         rows these were."""
+        self.transfer.fence(None)  # behind copies that ran on other streams
         tokens = lease.tokens().tolist()
         length = len(tokens)
         digests = digests_of(tokens, lease._record.identity)
@@ -281,6 +289,7 @@ class DeviceModel:
         with self.computing(), self.cache._pump:
             if self.cache._pump._turn.locked():
                 return  # of these some may be sources of a copy that is yet to be queued
+            self.transfer.fence(None)  # their last owners may still read them, on other streams
             frames = free(pools[1], most)
             for arrival in self.pool.arrivals.touching(free(pools[0], most), frames):
                 arrival.wait()

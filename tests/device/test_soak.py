@@ -70,7 +70,7 @@ def test_one_wrong_byte_of_one_tier_is_told(
         return event
 
     monkeypatch.setattr(Loader, "load", wrong)
-    traffic = Traffic("mla", "cpu", tmp_path, seed=2, threads=2)
+    traffic = Traffic("mla", "cpu", tmp_path, seed=2, threads=2, early=False)
     traffic.run(20.0)  # ends with the first
     traffic.close()
     assert "latent, layer 1: rows" in traffic.failures[0]

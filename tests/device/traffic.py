@@ -141,10 +141,19 @@ class Traffic:
     """One cache on ``directory`` and the threads that use it.
 
     ``run`` for some time, as often as wanted, then ``close``.  What went wrong is in ``failures``.
+    ``early``: restores of any size end with their pages still on the way, as large ones do (None:
+    by chance, as are the policies).
     """
 
     def __init__(
-        self, layout: str, device: str, directory: Path, *, seed: int, threads: int
+        self,
+        layout: str,
+        device: str,
+        directory: Path,
+        *,
+        seed: int,
+        threads: int,
+        early: bool | None = None,
     ) -> None:
         self.layout = {**LAYOUTS, "v4-small": SMALL_V4}[layout]
         self.sizes = sizes = SIZES[layout]
@@ -154,7 +163,8 @@ class Traffic:
         self.seed = seed
         self.io = FaultyIO(seed)
         self._early = (transfer.EARLY_BYTES, records.LAYERS_BYTES)
-        if seed % 2:  # restores of any size end before they have arrived
+        dice = random.Random(seed)
+        if dice.random() < 0.5 if early is None else early:
             transfer.EARLY_BYTES = records.LAYERS_BYTES = 1
         self._threads = threads
         self._lock = threading.Lock()
@@ -166,12 +176,12 @@ class Traffic:
             cpu=sizes.cpu_frames,
             max_leases=3 * threads,
             staging_bytes=sizes.staging_frames * self.layout.frame_bytes(),
-            on_full="wait" if seed % 2 else "skip",
+            on_full=dice.choice(("wait", "skip")),
             wait_s=0.05,
             io_threads=2,
-            checkpoints=kvtier.Dense() if seed % 3 else kvtier.Adaptive(),
-            eviction=("adaptive", "lru", "s3fifo")[seed % 3],
-            codec={"history": 1} if seed % 4 == 3 else {},
+            checkpoints=dice.choice((kvtier.Dense(), kvtier.Adaptive())),
+            eviction=dice.choice(("adaptive", "lru", "s3fifo")),
+            codec=dice.choice(({}, {}, {"history": 1})),
         )
         self.store = LmdbStore(
             directory,
@@ -189,7 +199,7 @@ class Traffic:
         except BaseException:
             self.store.close()
             raise
-        self.model = DeviceModel(self.cache)
+        self.model = DeviceModel(self.cache, several_streams=dice.random() < 0.5)
         self.talks = Talks(self.layout.page_tokens, sizes.most_pages * self.layout.page_tokens)
         self._jitter(random.Random(seed))
         with self.model.computing():
