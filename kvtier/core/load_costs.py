@@ -79,48 +79,34 @@ def stages(
     the last stage that should have come is within the slack.  ``even``: stages cost nothing, so
     there are many.
     """
-    start, goal = Boundary(0), Boundary(0)
-    least = tokens * costs.compute_s
-    for at in boundaries:
-        total = costs.load_s(at) + (tokens - at.pages * page_tokens) * costs.compute_s
-        if total < least:
-            goal, least = at, total
-            if not at.disk:
-                start = at
-    chosen = _way(boundaries, start, goal, tokens, page_tokens, costs, even)
-    return [at.pages for at in chosen if at.pages]
 
+    def total(at: Boundary, more: int = 0) -> float:
+        return costs.load_s(at, more) + (tokens - at.pages * page_tokens) * costs.compute_s
 
-def _way(
-    boundaries: Sequence[Boundary],
-    start: Boundary,
-    goal: Boundary,
-    tokens: int,
-    page_tokens: int,
-    costs: LoadCosts,
-    even: bool,
-) -> list[Boundary]:
-    """Stages from ``start`` as far towards ``goal`` as is safe."""
-    way, more = [start], 0
-    stride = -(-(goal.pages - start.pages) // STAGES) if even else goal.pages
-    left = [at for at in boundaries if start.pages < at.pages <= goal.pages]
+    places = [Boundary(0), *boundaries]
+    goal = min(places, key=total)  # the first of equals
+    near = [at for at in places if not at.disk]
+    way = [min((at for at in near if at.pages <= goal.pages), key=total)]
+    stride = -(-(goal.pages - way[0].pages) // STAGES) if even else goal.pages
+    left = [at for at in boundaries if way[0].pages < at.pages <= goal.pages]
+    more = 0
     while left:
-        stands = way[-1]
-        allowed = MARGIN * costs.compute_s * (SLACK * tokens + stands.pages * page_tokens)
-        reached = 0
-        for i, at in enumerate(left, start=1):
+        spared = SLACK * tokens + way[-1].pages * page_tokens
+        allowed = MARGIN * spared * costs.compute_s
+        reached = -1
+        for i, at in enumerate(left):
             if costs.load_s(at, more) <= allowed:
                 reached = i
-                if at.pages - stands.pages >= stride:
+                if at.pages - way[-1].pages >= stride:
                     break
             elif even:  # deeper ones take longer
                 break
-        if not reached:
+        if reached < 0:
             break
-        way.append(left[reached - 1])
-        more += left[reached - 1].checkpoint
-        del left[:reached]
-    end = way[-1]
-    loaded = costs.load_s(end, more - end.checkpoint) if end.disk else 0.0
-    spared = (end.pages - start.pages) * page_tokens * costs.compute_s
-    return way if not end.disk or loaded < spared + costs.load_s(start) else [start]
+        way.append(left[reached])
+        more += left[reached].checkpoint
+        del left[: reached + 1]
+    best = min(near, key=total)
+    if total(way[-1], more - way[-1].checkpoint) >= total(best):
+        way = [best]
+    return [at.pages for at in way if at.pages]

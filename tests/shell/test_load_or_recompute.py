@@ -1,4 +1,4 @@
-"""Load or recompute (D8): whatever the disk does, a prompt takes at most 5 % longer than without it.
+"""Load or recompute (D8): whatever the disk does, a prompt takes at most 5 % longer than without.
 
 A world with a clock of its own: the disk serves one operation after the other at a speed that may
 change or end, the host is quick, and the model computes tokens at a rate.  The cache sees only that
@@ -21,7 +21,7 @@ from kvtier.testing import ManualTransfer, MemoryStore
 from tests.shell.kit import LAYOUT, PAGE, tailed
 
 RATE = 1000.0
-"""Tokens the model computes in a second: four pages take 16 ms."""
+"""Tokens the model computes in a second."""
 PAGES = 125
 """Of a prompt; half a second to compute."""
 HOST = 1e5
