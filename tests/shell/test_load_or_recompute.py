@@ -5,9 +5,14 @@ change or end, the host is quick, and the model computes tokens at a rate.  The 
 operations end, and what its clock says.
 """
 
-from collections.abc import Callable, Iterator
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,10 +20,15 @@ from hypothesis import strategies as st
 
 import kvtier
 from kvtier import RestorePolicy, Tier
+from kvtier.assembly import geometry_of
 from kvtier.core.ops import Kind, Op, OpKind
+from kvtier.data.transfer import DeviceTransfer
+from kvtier.deadlines import Alarm
 from kvtier.layouts import Layout
+from kvtier.seams import Read
+from kvtier.stores.lmdb_store import LmdbStore
 from kvtier.testing import ManualTransfer, MemoryStore
-from tests.shell.kit import LAYOUT, PAGE, tailed
+from tests.shell.kit import LAYOUT, PAGE, config, feed, tailed
 
 RATE = 1000.0
 """Tokens the model computes in a second."""
@@ -265,3 +275,197 @@ def test_a_disk_is_used_again_once_it_is_quick_again(name: str) -> None:
             w.now += 1.5
         assert cached > 0.85 * PAGES * PAGE
         assert took < 0.15 * seconds(tokens)
+
+
+# --------------------------------------------------------------------------- modes
+
+
+def test_without_a_rate_all_is_loaded_however_long_it_takes() -> None:
+    tokens = prompt_of(PAGES)
+    with world(speed=lambda now: 1.0) as w:
+        w.request(tokens, RestorePolicy())
+        w.to_disk_only()
+        cached, took = w.request(tokens, RestorePolicy())
+        assert cached == PAGES * PAGE
+        assert took == pytest.approx(PAGES, abs=0.1)
+        assert w.cache.stats().dear_tokens == 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_best_effort_waits_for_no_disk_and_fetches_for_the_next(name: str) -> None:
+    tokens, policy = prompt_of(PAGES), RestorePolicy("best_effort")
+    with world(LAYOUTS[name], lambda now: 50 * PAGES_PER_S) as w:
+        w.request(tokens, policy)
+        w.to_disk_only()
+        with w.cache.lease(tokens, restore=policy) as lease:
+            assert w.ready(lease) == 0
+        assert w.cache.stats().dear_tokens > 0.8 * len(tokens)
+        reads = [op for op in w.transfer.pending if op.kind is OpKind.RESTORE]
+        assert all(part.target is Tier.CPU for op in reads for part in op.parts)
+        w.idle()
+        cached, took = w.request(tokens, policy)
+        assert cached > 0.85 * PAGES * PAGE
+        assert took < 0.15 * seconds(tokens)
+        assert w.cache.stats().tiers[Tier.CPU].hit_tokens == cached
+
+
+def test_best_effort_does_not_wait_for_what_another_lease_reads() -> None:
+    tokens = prompt_of(PAGES)
+    with world(speed=lambda now: 1.0) as w:
+        w.request(tokens, WEIGHED)
+        w.to_disk_only()
+        with (
+            w.cache.lease(tokens) as slow,
+            w.cache.lease(tokens, restore=RestorePolicy("best_effort")) as lease,
+        ):
+            assert w.ready(lease) == 0
+            assert not slow.ready.done()
+
+
+@pytest.mark.parametrize("rate", [None, RATE])
+def test_a_time_limit_settles_for_what_has_arrived(rate: float | None) -> None:
+    tokens = prompt_of(PAGES)
+    policy = RestorePolicy("timeout", timeout_s=0.05, prefill_tokens_per_s=rate)
+    with world(speed=lambda now: 4 * PAGES_PER_S) as w:
+        w.request(tokens, policy)
+        w.to_disk_only()
+        start = w.now
+        with w.cache.lease(tokens, restore=policy) as lease:
+            cached = w.ready(lease)
+            assert w.now - start == pytest.approx(0.05, abs=0.001)
+            assert cached == lease.restored[Tier.DISK]
+            assert 0.05 * 4 * PAGES_PER_S - 4 <= cached / PAGE <= 0.05 * 4 * PAGES_PER_S
+        w.idle()  # what was still under way has arrived meanwhile, for the next
+        with w.cache.lease(tokens, restore=policy) as lease:
+            assert w.ready(lease) == PAGES * PAGE
+
+
+def test_a_lease_released_early_has_no_deadline() -> None:
+    tokens = prompt_of(PAGES)
+    with world(speed=lambda now: 1.0) as w:
+        w.request(tokens, WEIGHED)
+        w.to_disk_only()
+        lease = w.cache.lease(tokens, restore=WEIGHED)
+        assert w.alarm < inf
+        lease.release()
+        assert lease.state is kvtier.LeaseState.RELEASED
+        assert not w.cache._pump.deadlines._bounds
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"mode": "later"}, "mode"),
+        ({"mode": "timeout"}, "timeout_s"),
+        ({"timeout_s": 1.0}, "timeout_s"),
+        ({"mode": "timeout", "timeout_s": -1.0}, "timeout_s"),
+        ({"mode": "timeout", "timeout_s": inf}, "timeout_s"),
+        ({"mode": "timeout", "timeout_s": "1"}, "timeout_s"),
+        ({"prefill_tokens_per_s": 0}, "prefill_tokens_per_s"),
+        ({"prefill_tokens_per_s": float("nan")}, "prefill_tokens_per_s"),
+        ({"prefill_tokens_per_s": True}, "prefill_tokens_per_s"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(kvtier.ConfigError, match=field):
+        RestorePolicy(**options)
+
+
+def test_a_policy_must_be_one() -> None:
+    with pytest.raises(kvtier.ConfigError, match="restore"):
+        kvtier.CacheConfig(gpu_bytes=1, restore="wait")  # type: ignore[arg-type]
+    with world() as w, pytest.raises(kvtier.ConfigError, match="restore"):
+        w.cache.lease([1], restore="wait")  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------- real threads
+
+
+class SlowStore:
+    """An ``LmdbStore`` whose reads take as long as the test says; None: until it says otherwise."""
+
+    def __init__(self, path: Path) -> None:
+        self.store = LmdbStore(
+            path, fingerprint=b"f" * 16, frame_bytes=LAYOUT.frame_bytes(), limit_bytes=1 << 24
+        )
+        self.read_s: float | None = 0.0
+        self.go_on = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def read_into(self, reads: Sequence[Read]) -> list[bool]:
+        if self.read_s is None:
+            self.go_on.wait(20)
+        else:
+            self.go_on.wait(self.read_s * len(reads))
+        return self.store.read_into(reads)
+
+
+@pytest.mark.parametrize(("read_s", "loaded"), [(0.0, True), (0.3, False), (None, False)])
+def test_a_real_disk(read_s: float | None, loaded: bool, tmp_path: Path) -> None:
+    """Over the data plane, its threads and LMDB, and the cache's own alarm."""
+    tokens, policy = prompt_of(32), RestorePolicy(prefill_tokens_per_s=100)
+    sizes = config(gpu=128, cpu=128, restore=policy)
+    store = SlowStore(tmp_path)
+    geometry = geometry_of(LAYOUT, sizes, store)
+    plane = DeviceTransfer(LAYOUT, geometry, device="cpu", store=store, config=sizes)
+    parts: dict[str, Any] = {"transfer": plane, "stores": {Tier.DISK: store}}
+    with kvtier.Cache(LAYOUT, sizes, model="m", **parts) as cache:
+        for restored in (0, 32 * PAGE):
+            cache.flush().result(10)
+            cache.evict(Tier.GPU, 999)
+            cache.evict(Tier.CPU, 999)
+            with cache.lease(tokens) as lease:
+                assert lease.ready.result(10) == restored
+                feed(cache, lease, tokens[restored:])
+        cache.evict(Tier.GPU, 999)
+        cache.evict(Tier.CPU, 999)
+        store.read_s = read_s
+        start = time.monotonic()
+        with cache.lease(tokens) as lease:
+            cached = lease.ready.result(10)
+            took = time.monotonic() - start + (len(tokens) - cached) / 100
+            assert took <= 1.05 * len(tokens) / 100 + 0.2, "that much a busy machine may add"
+            assert (cached == 32 * PAGE) == loaded
+            feed(cache, lease, tokens[cached:])
+            cache.check()
+        store.go_on.set()
+        cache.flush().result(10)
+        cache.check()
+        assert cache.match([*tokens, 1]).tokens == 32 * PAGE
+    assert not [t for t in threading.enumerate() if t.name == "kvtier-alarm" and _lives_on(t)]
+
+
+def _lives_on(thread: threading.Thread) -> bool:
+    thread.join(5)
+    return thread.is_alive()
+
+
+def test_the_alarm_thread_goes_with_its_owner() -> None:
+    class Owner:
+        rung: list[float]
+
+        def ring(self) -> float:
+            self.rung.append(time.monotonic())
+            return inf
+
+    owner = Owner()
+    rung = owner.rung = []
+    alarm = Alarm(owner.ring)
+    assert alarm._thread is None
+    start = time.monotonic()
+    alarm.set(start + 60)
+    alarm.set(start + 0.05)
+    alarm.set(start + 0.2)  # it rings before that
+    thread = alarm._thread
+    assert thread is not None
+    deadline = start + 10
+    while not rung and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(rung) == 1
+    assert rung[0] >= start + 0.05
+    del owner
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
