@@ -16,7 +16,7 @@ from torch import Tensor
 from kvtier.config import parse_bytes
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.records import Record
-from kvtier.kernels.triton_batch import place
+from kvtier.kernels.triton_batch import place, tile
 from kvtier.kernels.triton_values import (
     bits_of,
     e4m3_values,
@@ -31,8 +31,10 @@ from kvtier.kernels.triton_write import adjacent, pool_of
 
 __all__ = ["index_topk"]
 
+QUERIES = 32
+"""Queries of one sequence that a program scores, one after the other."""
 KEYS = 128
-"""Keys of one program, at most."""
+"""Keys that it holds meanwhile, at most."""
 SCORES = 4096
 """Scores that a program selects from at a time."""
 
@@ -54,24 +56,27 @@ def index_topk(
     much, either may be chosen.  An entry whose page the block table lacks is chosen last.  Scratch
     holds one query's scores at least.
     """
-    query = adjacent(query)
     n, heads, dim = query.shape
     page_stride, per_page, there = pool_of(keys, record)
     if dim != 128 or weights.shape != (n, heads):
         raise ValueError(f"query {tuple(query.shape)}, weights {tuple(weights.shape)}")
     if query.dtype is torch.uint8 and record.pack is None:
         raise ValueError("codes are asked of packed keys")
+    if query.dtype is torch.uint8:  # once for all blocks of keys
+        query = query.contiguous().view(torch.float8_e4m3fn).to(torch.bfloat16)
+    query = adjacent(query)
     out = torch.empty(n, topk, dtype=torch.int32, device=query.device)
     where = (batch.cu_seqlens_q, batch.kv_lens_device, batch.kv_lens_device.shape[0])
     bound = max(batch.kv_lens, default=0) // ratio
     dot = precision(query, keys, record, on_gpu=query.is_cuda)
-    tile = KEYS if dot == "bf16" else KEYS // 2
+    at_a_time = {"bf16": KEYS, "tf32": KEYS // 2, "tf32x3": KEYS // 4}[dot]
+    tiles = triton.cdiv(n, QUERIES) + batch.kv_lens_device.shape[0]  # more there cannot be
     block = _queries_at_a_time(parse_bytes(workspace_bytes, "workspace_bytes"), bound)
     scores = query.new_empty(min(n, block), bound, dtype=torch.int32)
     for low in range(0, n, block):
         count = min(block, n - low)
         if bound > topk:  # else there is nothing to choose
-            _score[(count, triton.cdiv(bound, tile))](
+            _score[(tiles, triton.cdiv(bound, at_a_time))](
                 query,
                 *query.stride()[:2],
                 weights,
@@ -85,6 +90,7 @@ def index_topk(
                 batch.block_table.shape[1],
                 *where,
                 low,
+                count,
                 topk,
                 scores,
                 scores.stride(0),
@@ -93,11 +99,12 @@ def index_topk(
                 HEADS=heads,
                 HEAD_BLOCK=max(16, triton.next_power_of_2(heads)),
                 DIM=dim,
-                KEYS=tile,
-                STEP=dim // 2 if dot == "bf16" else dim // 4,
+                QUERIES=QUERIES,
+                KEYS=at_a_time,
                 RECORD=record.name,
                 DOT=dot,
-                num_warps=4,
+                ON_GPU=query.is_cuda,
+                num_warps=8,
             )
         _select[(count,)](
             *where,
@@ -119,52 +126,88 @@ def _queries_at_a_time(workspace: int, bound: int) -> int:
 
 
 @triton.jit(
-    do_not_specialize=["there", "columns", "sequences", "low", "score_stride", "table_stride"],
+    do_not_specialize=[
+        "there",
+        "columns",
+        "sequences",
+        "low",
+        "count",
+        "score_stride",
+        "table_stride",
+    ],
     do_not_specialize_on_alignment=["weights", "table", "offsets", "lengths"],
 )
 def _score(
     query, token_stride, head_stride, weights, weight_stride, weight_head_stride,
     keys, page_stride, per_page, there,
     table, table_stride, columns, offsets, lengths, sequences,
-    low, topk, scores, score_stride, entries_a_page,
+    low, count, topk, scores, score_stride, entries_a_page,
     RATIO: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, DIM: tl.constexpr,
-    KEYS: tl.constexpr, STEP: tl.constexpr, RECORD: tl.constexpr, DOT: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, RECORD: tl.constexpr, DOT: tl.constexpr,
+    ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block of entries for one query, those that it sees."""
-    row = tl.program_id(0).to(tl.int64)
-    token = low + row
-    b, position, _, _ = place(token, offsets, lengths, sequences)
-    visible = tl.minimum((position + 1) // RATIO, score_stride)
+    """Scores of a block of entries for some queries of one sequence, those that they see."""
+    b, context, first, token, end = tile(
+        tl.program_id(0).to(tl.int64), offsets, lengths, sequences, QUERIES
+    )
+    token = tl.maximum(token, low)
+    end = tl.minimum(end, low + count)
+    visible = tl.minimum((context + end - first) // RATIO, score_stride)  # by the last
     begin = tl.program_id(1).to(tl.int64) * KEYS
-    entry = begin + tl.arange(0, KEYS)
-    if (begin < visible) & (visible > topk):
+    if (b >= 0) & (token < end) & (begin < visible) & (visible > topk):
+        entry = begin + tl.arange(0, KEYS)
         column = entry // entries_a_page
         known = (entry < visible) & (column < columns)
         page = tl.load(table + b * table_stride + column, mask=known, other=-1).to(tl.int64)
         slot = page * entries_a_page + entry % entries_a_page
         seen = known & (page >= 0) & (slot < there)
         slot = tl.where(seen, slot, 0)
-        head = tl.arange(0, HEAD_BLOCK)
-        real = head < HEADS
-        q = query + token * token_stride + (head * head_stride)[:, None]
         if RECORD == "dense":
-            products = _dot_dense(q, real, keys + slot * page_stride, seen, DIM, STEP, DOT)
+            at = tl.arange(0, DIM)[None, :]
+            rows = (keys + slot * page_stride)[:, None]
+            key = operand(tl.load(rows + at, mask=seen[:, None], other=0.0), DOT)
+            scale = tl.full((KEYS,), 1.0, tl.float32)
         else:
             page = keys + slot // per_page * page_stride
             s = slot % per_page
             if RECORD == "index_fp8":
-                products = _dot_fp8(q, real, page, per_page, s, seen, DIM, STEP, DOT)
+                key, scale = _fp8_keys(page, per_page, s, seen, DIM, DOT)
             else:
                 tl.static_assert(RECORD == "index_mxfp4")
-                products = _dot_mxfp4(q, real, page, per_page, s, seen, DIM, STEP, DOT)
-        w = tl.load(
-            weights + token * weight_stride + head * weight_head_stride, mask=real, other=0.0
-        )
-        score = tl.sum(tl.maximum(products, 0.0) * widened(w)[:, None], axis=0)
-        bits = bits_of(tl.where(score == 0.0, 0.0, score))  # -0 and 0 are equal
-        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        ordered = tl.where(seen, ordered, -0x80000000)
-        tl.store(scores + row * score_stride + entry, ordered, mask=entry < visible)
+                key, scale = _mxfp4_keys(page, per_page, s, seen, DIM, DOT)
+        ask = (query, token_stride, head_stride, weights, weight_stride, weight_head_stride)
+        asked = (key, scale, seen, entry, context - first, low, scores, score_stride)
+        if ON_GPU:
+            for t in range(token, end):
+                _score_one(ask, asked, t, RATIO, HEADS, HEAD_BLOCK, DIM, DOT)
+        else:  # the interpreter counts up to no tensor
+            while token < end:
+                _score_one(ask, asked, token, RATIO, HEADS, HEAD_BLOCK, DIM, DOT)
+                token += 1
+
+
+@triton.jit
+def _score_one(
+    ask, asked, t,
+    RATIO: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, DIM: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """Scores of a block of entries for token ``t``."""
+    query, token_stride, head_stride, weights, weight_stride, weight_head_stride = ask
+    key, scale, seen, entry, offset, low, scores, score_stride = asked
+    head = tl.arange(0, HEAD_BLOCK)
+    real = head < HEADS
+    q = query + t * token_stride + (head * head_stride)[:, None] + tl.arange(0, DIM)[None, :]
+    x = operand(tl.load(q, mask=real[:, None], other=0.0), DOT)
+    w = weights + t * weight_stride + head * weight_head_stride
+    w = widened(tl.load(w, mask=real, other=0.0))
+    products = product(key, tl.trans(x), DOT)
+    score = tl.sum(tl.maximum(products, 0.0) * w[None, :], axis=1) * scale
+    bits = bits_of(tl.where(score == 0.0, 0.0, score))  # -0 and 0 are equal
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ordered = tl.where(seen, ordered, -0x80000000)
+    mine = tl.minimum((offset + t + 1) // RATIO, score_stride)
+    tl.store(scores + (t - low) * score_stride + entry, ordered, mask=entry < mine)
 
 
 @triton.jit
@@ -237,53 +280,25 @@ def _e2m1_values(c):
     return tl.where(c >= 8, -value, value)
 
 
-# Products (heads, keys), some values of each at a time.
+# Keys (keys, DIM) of a block, and what their scores are to be multiplied by.
 
 
 @triton.jit
-def _dot_dense(
-    q, real, rows, seen, DIM: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr
-):  # fmt: skip
-    products = tl.zeros((q.shape[0], rows.shape[0]), tl.float32)
-    for begin in range(0, DIM, STEP):
-        at = (begin + tl.arange(0, STEP))[None, :]
-        x = tl.load(q + at, mask=real[:, None], other=0.0)
-        key = tl.load(rows[:, None] + at, mask=seen[:, None], other=0.0)
-        products += product(operand(x, DOT), tl.trans(operand(key, DOT)), DOT)
-    return products
-
-
-@triton.jit
-def _dot_fp8(
-    q, real, pages, per_page, s, seen,
-    DIM: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    products = tl.zeros((q.shape[0], s.shape[0]), tl.float32)
+def _fp8_keys(pages, per_page, s, seen, DIM: tl.constexpr, DOT: tl.constexpr):
     rows = (pages + s * DIM)[:, None]
-    for begin in range(0, DIM, STEP):
-        at = (begin + tl.arange(0, STEP))[None, :]
-        x = tl.load(q + at, mask=real[:, None], other=0.0)
-        codes = tl.load(rows + at, mask=seen[:, None], other=0)
-        products += product(operand(x, DOT), tl.trans(operand(e4m3_values(codes), DOT)), DOT)
+    codes = tl.load(rows + tl.arange(0, DIM)[None, :], mask=seen[:, None], other=0)
     scales = (pages + per_page * DIM + s * 4).to(tl.pointer_type(tl.float32))
-    return products * tl.load(scales, mask=seen, other=0.0)[None, :]
+    return operand(e4m3_values(codes), DOT), tl.load(scales, mask=seen, other=0.0)
 
 
 @triton.jit
-def _dot_mxfp4(
-    q, real, pages, per_page, s, seen,
-    DIM: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+def _mxfp4_keys(pages, per_page, s, seen, DIM: tl.constexpr, DOT: tl.constexpr):
     """Even values lie in low halves of bytes and odd ones in high."""
-    products = tl.zeros((q.shape[0], s.shape[0]), tl.float32)
-    for begin in range(0, DIM // 2, STEP // 2):
-        byte = (begin + tl.arange(0, STEP // 2))[None, :]
-        pairs = tl.load((pages + s * (DIM // 2))[:, None] + byte, mask=seen[:, None], other=0)
-        pairs = pairs.to(tl.int32)
-        scales = (pages + per_page * (DIM // 2) + s * (DIM // 32))[:, None] + byte // 16
-        power = power_of_two(tl.load(scales, mask=seen[:, None], other=127).to(tl.int32))
-        even = operand(tl.load(q + 2 * byte, mask=real[:, None], other=0.0), DOT)
-        odd = operand(tl.load(q + 2 * byte + 1, mask=real[:, None], other=0.0), DOT)
-        products += product(even, tl.trans(operand(_e2m1_values(pairs & 15) * power, DOT)), DOT)
-        products += product(odd, tl.trans(operand(_e2m1_values(pairs >> 4) * power, DOT)), DOT)
-    return products
+    byte = tl.arange(0, DIM // 2)[None, :]
+    pairs = tl.load((pages + s * (DIM // 2))[:, None] + byte, mask=seen[:, None], other=0)
+    pairs = pairs.to(tl.int32)
+    scales = (pages + per_page * (DIM // 2) + s * (DIM // 32))[:, None] + byte // 16
+    power = power_of_two(tl.load(scales, mask=seen[:, None], other=127).to(tl.int32))
+    both = tl.join(_e2m1_values(pairs & 15) * power, _e2m1_values(pairs >> 4) * power)
+    values = tl.reshape(both, (s.shape[0], DIM))
+    return operand(values, DOT), tl.full((s.shape[0],), 1.0, tl.float32)

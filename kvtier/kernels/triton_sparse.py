@@ -77,7 +77,7 @@ def sparse_attend(
             lse,
             heads,
             HEADS=HEADS,
-            TILE=TILE if dot != "tf32x3" else TILE // 2,
+            TILE=TILE if dot == "bf16" else TILE // 2,
             RECORD=record.name,
             DOT=dot,
             num_warps=4 if dot == "bf16" else 8,
@@ -122,7 +122,15 @@ def _more_output(
 
 
 @triton.jit(
-    do_not_specialize=["window_there", "extra_there", "num_window", "num_extra", "scale"],
+    do_not_specialize=[
+        "window_there",
+        "extra_there",
+        "num_window",
+        "num_extra",
+        "scale",
+        "window_slots_stride",
+        "extra_slots_stride",
+    ],
     do_not_specialize_on_alignment=["window_slots", "extra_slots", "sink"],
 )
 def _attend(

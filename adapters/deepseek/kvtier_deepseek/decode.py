@@ -1,8 +1,8 @@
 """Decode steps with static buffers: captured in a CUDA graph once, replayed with other batches.
 
 The graph holds the model's whole forward pass.  What a step asks of it lies in device arrays that
-``Step.to_device`` fills before each replay: tokens, positions, tables, lengths, slots.  Nothing else
-changes from replay to replay, so the host decides nothing within the graph; what the host knows of
+``Step.to_device`` fills before each replay: tokens, positions, tables, lengths, slots.  Nothing
+else changes from replay to replay, so the host decides nothing within the graph; what it knows of
 lengths is a bound.  Checkpoints that fall due are copied behind the replay: they are rare, and the
 rings still hold what they need after one token.
 """
@@ -73,6 +73,12 @@ class DecodeGraph:
         return step.to_device(self._buffers, pad_to=self.batch)
 
     def _capture(self, step: "StepLike", device: "DeviceStepLike") -> None:
+        kernels = self._adapter._family.decoding
+        if asking := [name for name, kernel in kernels.items() if kernel.backend == "torch"]:
+            raise ConfigError(
+                f"cannot capture {', '.join(asking)}: for this model the table has the reference "
+                "only, which waits for the device"
+            )
         where = device.input_ids.device
         ahead = torch.cuda.Stream(where)  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(where)
@@ -80,13 +86,6 @@ class DecodeGraph:
         with torch.cuda.stream(ahead):
             self._adapter._run(step, device, self._bound)  # compiles, and allocates once
         current.wait_stream(ahead)
-        report = self._adapter.report
-        asking = [name for name, backend in report.backends.items() if backend == "torch"]
-        if asking or "materialised" in report.forms:
-            raise ConfigError(
-                f"cannot capture {', '.join(asking) or 'materialised attention'}: of this model it "
-                "runs on the reference, which waits for the device"
-            )
         graph = torch.cuda.CUDAGraph()
         # Other threads go on copying pages meanwhile.
         with torch.cuda.graph(graph, stream=ahead, capture_error_mode="thread_local"):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from kvtier.kernels import Kernel
 from kvtier_deepseek.metadata import DeviceStepLike, StepLike
 
 __all__ = ["Family", "LayerAttention", "Run"]
@@ -71,6 +72,13 @@ class Family(Protocol):
     def max_rows(self) -> int:
         """Rows projected up at a time, which is what ``workspace_bytes`` came to; 0 where none
         are."""
+
+    @property
+    def decoding(self) -> Mapping[str, Kernel]:
+        """The kernels that a decode step of one token a row runs, by operation.
+
+        Raises ConfigError naming what keeps such a step from having kernels only.
+        """
 
     @property
     def options(self) -> Mapping[str, Any]:

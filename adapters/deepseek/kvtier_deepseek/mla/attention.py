@@ -167,6 +167,12 @@ class MlaAttention:
         up: Tensor = self.module.kv_b_proj(latent)  # type: ignore[operator]
         return up.view(latent.shape[0], self.dims.heads, self.dims.nope + self.dims.value)
 
+    @property
+    def absorbs(self) -> bool:
+        """Whether decode steps take the absorbed form, as the module is now."""
+        norm: Any = self.module.kv_a_layernorm
+        return self._up_weight(norm.weight.dtype) is not None
+
     def _up_weight(self, dtype: torch.dtype) -> Tensor | None:
         """The up-projection's weight where it may be absorbed, asked anew at every call."""
         d = self.dims

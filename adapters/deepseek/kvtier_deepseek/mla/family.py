@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kvtier import ConfigError, LayoutMismatch
-from kvtier.kernels import Case, HeadDims, select_all, workspace_rows
+from kvtier.kernels import Case, HeadDims, Kernel, select_all, workspace_rows
 from kvtier.layouts import Layout
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.errors import UnsupportedModel
@@ -43,6 +43,17 @@ class MlaFamily:
     @property
     def max_rows(self) -> int:
         return self._layers[0].max_rows
+
+    @property
+    def decoding(self) -> Mapping[str, Kernel]:
+        if self._max_absorbed < 1:
+            raise ConfigError(
+                f"max_absorbed={self._max_absorbed}: decoding takes the absorbed form"
+            )
+        for layer in self._layers:
+            if not layer.absorbs:
+                raise ConfigError(f"layer {layer.index}: its kv_b_proj cannot be absorbed")
+        return {name: self._layers[0].kernels[name] for name in ("write_rows", "mla_absorbed")}
 
     def check_step(self, step: StepLike, device: DeviceStepLike) -> None:
         page_tokens = self._page_tokens

@@ -63,6 +63,10 @@ class V4Family:
     def layers(self) -> Sequence[V4Attention]:
         return self._layers
 
+    @property
+    def decoding(self) -> Mapping[str, Kernel]:
+        return self._layers[0].kernels
+
     def check_step(self, step: StepLike, device: DeviceStepLike) -> None:
         pools: dict[str, int] = {}
         for c in self._layout.components:
