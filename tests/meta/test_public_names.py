@@ -16,9 +16,9 @@ PROMISED = {
     "CheckpointPolicy", "ConfigError", "Dense", "DeviceStep", "EvictionPolicy", "Identity",
     "InvariantError", "KVTierError", "LayerView", "LayoutMismatch", "Lease", "LeaseError",
     "LeaseInfo", "LeaseNotReady", "LeaseReleased", "LeaseState", "Op", "OpKind", "OutOfPages",
-    "PageInfo", "PageReport", "Part", "Pin", "PrefixMatch", "Record", "Span", "Sparse", "Step",
-    "StepBuffers", "Store", "StoreError", "StoreLocked", "Tier", "TierStats", "TokenBuffer",
-    "TokenError", "Tokens", "Transfer", "__version__", "pack",
+    "PageInfo", "PageReport", "Part", "Pin", "PrefixMatch", "Record", "RestorePolicy", "Span",
+    "Sparse", "Step", "StepBuffers", "Store", "StoreError", "StoreLocked", "Tier", "TierStats",
+    "TokenBuffer", "TokenError", "Tokens", "Transfer", "__version__", "pack",
 }  # fmt: skip
 
 
