@@ -20,7 +20,7 @@ NO_LAYERS: Mapping[int, Event] = MappingProxyType({})
 class Arrival:
     """Copies that are queued: into which device pages, and from which host frames."""
 
-    __slots__ = ("_layers", "_streams", "frames", "pages", "whole")
+    __slots__ = ("_layers", "_streams", "frames", "of", "pages", "whole")
 
     def __init__(
         self,
@@ -37,6 +37,12 @@ class Arrival:
         self._layers = layers
         """Behind one layer of all pages; a layer without an event is there with the last."""
         self._streams = streams
+        self.of: Arrivals | None = None
+
+    def over(self) -> None:
+        """It has come: nobody need wait for it any more."""
+        if self.of is not None:
+            self.of.remove(self)
 
     def wait(self, layer: int | None = None) -> None:
         """What is queued on the current stream from here on runs behind this layer (None: all).
@@ -57,11 +63,11 @@ class Arrivals:
 
     def add(self, arrival: Arrival) -> None:
         """Before anybody learns that the pages may be used."""
+        arrival.of = self
         with self._lock:
             self._open += (arrival,)
 
-    def over(self, arrival: Arrival) -> None:
-        """It has come: nobody need wait for it any more."""
+    def remove(self, arrival: Arrival) -> None:
         with self._lock:
             self._open = tuple(each for each in self._open if each is not arrival)
 

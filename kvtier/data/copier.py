@@ -164,16 +164,15 @@ class Copier:
                     loaded = self._loader.load(task.parts, task.places, rows, job.fences)
         finally:
             if loaded is None:
-                self._end_load(task, rows)
+                self._landing.give(rows)
+                task.over()
                 job.end_share()
             elif job.early:
                 arrival = self._loader.arrival(task.parts, task.places, loaded)
                 self._end_early(job, arrival)
-                self._await(job, task.start, loaded, lambda: self._end_load(task, rows, arrival))
+                self._await(job, task.start, loaded, rows, task.over, arrival.over)
             else:
-                self._await(
-                    job, task.start, loaded, lambda: (self._end_load(task, rows), job.end_share())
-                )
+                self._await(job, task.start, loaded, rows, task.over, job.end_share)
 
     def _load_piece(self, task: "_LoadLayers") -> bool:
         """Queue the next layers; whether there are more."""
@@ -195,16 +194,11 @@ class Copier:
         task.at += 1
         task.layers.update(dict.fromkeys(piece.group.layers, loaded))
         if task.at < len(task.pieces):
-            self._await(job, task.start, loaded, lambda: self._landing.give(rows))
+            self._await(job, task.start, loaded, rows)
             return True
         arrival = self._loader.arrival(task.parts, None, loaded, task.layers)
         self._end_early(job, arrival)
-        self._await(
-            job,
-            task.start,
-            loaded,
-            lambda: (self._landing.give(rows), self._arrivals.over(arrival)),
-        )
+        self._await(job, task.start, loaded, rows, arrival.over)
         return False
 
     def _end_early(self, job: Job, arrival: Arrival) -> None:
@@ -213,23 +207,24 @@ class Copier:
         self._arrivals.add(arrival)
         self.queued.submit(lambda _: job.end_share())
 
-    def _await(self, job: Job, start: int, loaded: Event, over: Callable[[], object]) -> None:
-        self.loaded.submit(lambda _: self._arrive(job, start, loaded, over))
+    def _await(
+        self, job: Job, start: int, loaded: Event, rows: list[int], *then: Callable[[], None]
+    ) -> None:
+        """Once it has come its landing rows are free, and these are called."""
+        self.loaded.submit(lambda _: self._arrive(job, start, loaded, rows, *then))
 
-    def _arrive(self, job: Job, start: int, loaded: Event, over: Callable[[], object]) -> None:
+    def _arrive(
+        self, job: Job, start: int, loaded: Event, rows: list[int], *then: Callable[[], None]
+    ) -> None:
         try:
             with self._guard(job, start):
                 loaded.synchronize()
                 self._streams.passed(job.fences)
         finally:
-            over()
+            self._landing.give(rows)
             self.turns.wake()
-
-    def _end_load(self, task: "_Load", rows: list[int], arrival: Arrival | None = None) -> None:
-        self._landing.give(rows)
-        task.over()
-        if arrival is not None:
-            self._arrivals.over(arrival)
+            for call in then:
+                call()
 
 
 @dataclass(slots=True, eq=False)

@@ -88,43 +88,13 @@ class DeviceTransfer:
         config: CacheConfig,
     ) -> None:
         where = _indexed(torch.device(device))
-        frame_bytes = layout.frame_bytes()
-        most_frames = max(1, geometry.checkpoint_frames, geometry.parked_frames)
-        assert isinstance(config.staging_bytes, int)
         self._sizes = Sizes(layout)
         self._store = store
         self._reads_host = where.type == "cpu" or has_triton()
         self._wait_s = config.wait_s if config.on_full == "wait" else None
-        self._batch_frames = max(BATCH_BYTES // frame_bytes, most_frames)
-        self._read_frames = max(READ_BYTES // frame_bytes, 1)
-        self._large_read_frames = LARGE_READ_BYTES // frame_bytes
-        largest_read = max(self._read_frames, most_frames)
         # Worker threads will write into these tensors, so none may be an inference tensor.
         with torch.inference_mode(False), _current(where):
-            self._streams = streams_for(where)
-            self.pool = DevicePool(layout, geometry, where)
-            pinned = where if where.type == "cuda" else None
-            self.host = HostArena(geometry.cpu_frames, frame_bytes, pinned=pinned)
-            self._staging = Staging(
-                config.staging_bytes,
-                frame_bytes,
-                most_frames=most_frames,
-                cpu_frames=geometry.cpu_frames,
-                device=where,
-            )
-            self._landing = Slots(
-                self._landing_rows(geometry, most_frames, config.io_threads * largest_read)
-                if pinned
-                else 0,
-                frame_bytes,
-                where,
-            )
-            self._packer = Packer(self._sizes, self.pool, self.host, self._staging, self._streams)
-            self._loader = Loader(self._sizes, self.pool, self._landing, self.host, self._streams)
-            self._readers = [
-                Reader(self._sizes, self.host, store, read_frames=largest_read, pinned=pinned)
-                for _ in range(config.io_threads)
-            ]
+            self._take_memory(layout, geometry, where, config)
         if where.type == "cuda":
             torch.cuda.synchronize(where)  # the pools were zeroed on the current stream
         self._causes: set[tuple[OpKind, str]] = set()
@@ -134,8 +104,43 @@ class DeviceTransfer:
         self._closing = False
         self._stopped = False
         self._lock = threading.Lock()
-        prepare = partial(_make_current, where)
-        self._reading = Workers("read", config.io_threads, prepare=prepare)
+        self._start_threads(partial(_make_current, where))
+
+    def _take_memory(
+        self, layout: Layout, geometry: Geometry, where: torch.device, config: CacheConfig
+    ) -> None:
+        """Pools, buffers and who moves bytes between them."""
+        frame_bytes = layout.frame_bytes()
+        longest = self._longest = max(1, geometry.checkpoint_frames, geometry.parked_frames)
+        self._batch_frames = max(BATCH_BYTES // frame_bytes, longest)
+        self._read_frames = max(READ_BYTES // frame_bytes, 1)
+        self._large_read_frames = LARGE_READ_BYTES // frame_bytes
+        largest_read = max(self._read_frames, longest)
+        pinned = where if where.type == "cuda" else None
+        self._streams = streams_for(where)
+        self.pool = DevicePool(layout, geometry, where)
+        self.host = HostArena(geometry.cpu_frames, frame_bytes, pinned=pinned)
+        assert isinstance(config.staging_bytes, int)
+        self._staging = Staging(
+            config.staging_bytes,
+            frame_bytes,
+            most_frames=longest,
+            cpu_frames=geometry.cpu_frames,
+            device=where,
+        )
+        reads = config.io_threads * largest_read
+        rows = self._landing_rows(geometry, longest, reads) if pinned else 0
+        self._landing = Slots(rows, frame_bytes, where)
+        self._packer = Packer(self._sizes, self.pool, self.host, self._staging, self._streams)
+        self._loader = Loader(self._sizes, self.pool, self._landing, self.host, self._streams)
+        self._readers = [
+            Reader(self._sizes, self.host, self._store, read_frames=largest_read, pinned=pinned)
+            for _ in range(config.io_threads)
+        ]
+
+    def _start_threads(self, prepare: Callable[[], None]) -> None:
+        self._reading = Workers("read", len(self._readers), prepare=prepare)
+        batch = min(self._batch_frames, self._staging.num_slots // BATCHES)
         self._copier = Copier(
             self._packer,
             self._loader,
@@ -143,9 +148,7 @@ class DeviceTransfer:
             self._landing,
             self._streams,
             self.pool.arrivals,
-            pack_frames=max(
-                min(self._batch_frames, self._staging.num_slots // BATCHES), most_frames
-            ),
+            pack_frames=max(batch, self._longest),
             guard=self._guard,
             landed=self._landed,
             prepare=prepare,

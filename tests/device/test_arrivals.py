@@ -301,7 +301,8 @@ def test_touching_is_told_apart_by_pages_and_frames() -> None:
     assert arrivals.touching(pages=[2, 3]) == (one, two)
     assert arrivals.touching(pages=[8], frames=[3]) == ()
     assert arrivals.touching(frames=iter([8])) == (one,)
-    arrivals.over(one)
+    one.over()
+    one.over()
     assert arrivals.touching(pages=[1, 2, 3], frames=[8]) == (two,)
 
 
