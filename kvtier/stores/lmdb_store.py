@@ -379,10 +379,12 @@ class LmdbStore:
         """Write, sync, publish.  Returns the slots of records that were replaced."""
         self._seq += 1  # also when it fails: two lives of a key never carry one number
         seq, tick = self._seq, self._index.counters.tick + 1
+        rows = self._writer.write(records, slots, seq=seq, tick=tick)
+        self._io.point("put:written")
+        self._slabs.sync()
+        self._io.point("put:synced")
         retired: list[int] = []
-        # Payload is written while the index is being changed, and durable before that is committed.
-        with self._index.update("publishing") as change, self._slabs.writing():
-            rows = self._writer.begin(records, slots, seq=seq, tick=tick)
+        with self._index.update("publishing") as change:
             change.counters.seq = seq
             fresh = []
             for row, own in rows:

@@ -23,13 +23,9 @@ from kvtier.stores.record import (
     pack_header,
     unpack_header,
 )
-from kvtier.stores.slabs import BATCH, PART_BYTES, Slabs, SlotIO
+from kvtier.stores.slabs import BATCH, Slabs, SlotIO
 
 __all__ = ["PayloadReader", "PayloadWriter", "Verdict"]
-
-
-AHEAD = 256
-"""Slots whose headers are held while they are being written."""
 
 
 class Verdict(Enum):
@@ -92,16 +88,13 @@ class PayloadWriter:
         if len(record.tokens) > MAX_TOKEN_BYTES:
             raise StoreError(f"a page of {len(record.tokens)} token bytes; {MAX_TOKEN_BYTES} fit")
 
-    def begin(
+    def write(
         self, records: Sequence[Record], slots: Sequence[int], *, seq: int, tick: int
     ) -> list[Found]:
-        """Begin to write payloads to the slots, in order; returns the rows to publish once they
-        are written."""
+        """Write payloads to the slots, in order; returns the rows to publish."""
         rows: list[Found] = []
         items: list[SlotIO] = []
-        headers = self._headers.take(min(len(slots), AHEAD))
-        free = iter(headers)
-        part = min(max(PART_BYTES // self._frame_bytes, 1), BATCH)
+        headers = self._headers.take(BATCH)
         taken = 0
         for record in records:
             own = list(slots[taken : taken + len(record.payload)])
@@ -110,22 +103,17 @@ class PayloadWriter:
             for index, used in enumerate(_parts(record.payload, record.size)):
                 payload, stored, codec = self._stored(record, record.payload[index], used)
                 blocks = max(blocks, -(-stored // BLOCK))
-                header = next(free, None)
-                if header is None:
-                    self._slabs.begin(items)
-                    self._slabs.finish()
-                    items, free = [], iter(headers)
-                    header = next(free)
+                header = headers[len(items)]
                 pack_header(
                     header, self._store, _header(record, index, stored, codec, seq=seq, tick=tick)
                 )
                 items.append(SlotIO(own[index], header, payload))
-                if len(items) == part:
-                    self._slabs.begin(items)
+                if len(items) == BATCH:
+                    self._slabs.write(items)
                     items = []
             rows.append((_row(record, own[0], blocks, seq=seq, tick=tick), own))
         if items:
-            self._slabs.begin(items)
+            self._slabs.write(items)
         return rows
 
     def _stored(

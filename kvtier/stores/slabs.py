@@ -10,8 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,7 @@ from kvtier.errors import StoreError
 from kvtier.stores.files import BLOCK, FileIO, aligned, is_aligned, rest_of, write_all
 from kvtier.stores.record import slot_bytes
 
-__all__ = ["BATCH", "PART_BYTES", "Slabs", "SlotIO", "SlotMap"]
+__all__ = ["BATCH", "Slabs", "SlotIO", "SlotMap"]
 
 log = logging.getLogger("kvtier")
 
@@ -30,8 +29,8 @@ BATCH = 64
 SLAB_BYTES = 16 << 30
 """A file holds as many whole slots as fit in this."""
 WRITERS = 4
-"""Threads that write the parts of a group, while the next part is prepared."""
-PART_BYTES = 256 << 10
+"""Threads that write the parts of a group; more than one where it is larger than a part."""
+PART_BYTES = 1 << 20
 GROW_BYTES = 64 << 20
 """Files grow by at least this (or by what is left), so that growing is rare."""
 _LOST = frozenset(
@@ -121,7 +120,6 @@ class Slabs:
         self._opening = threading.Lock()
         self._dirty: set[int] = set()
         self._pool: ThreadPoolExecutor | None = None
-        self._under_way: list[Future[None]] = []
         self._bounce = threading.local()
         self.allocated = self._slots_on_disk()
 
@@ -235,41 +233,26 @@ class Slabs:
 
     # -- bytes ---------------------------------------------------------------------------------
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """What the block begins to write is on the medium when it ends.  Raises StoreError where
-        it is not."""
-        try:
-            try:
-                yield
-            finally:
-                self.finish()
-            self._io.point("put:written")
-            while self._dirty:
-                number = next(iter(self._dirty))
-                self._io.sync(self._open(number)[0])
-                self._dirty.discard(number)
-            self._io.point("put:synced")
-        except OSError as error:
-            if isinstance(error, StoreError):
-                raise
-            raise StoreError(error.errno, f"slots cannot be written: {error}") from error
-
-    def begin(self, items: Sequence[SlotIO]) -> None:
-        """Begin to write slots; their memory is in use until ``finish``."""
-        for run in self._runs(items, BATCH):
-            self._dirty.add(self._place(run[0].slot)[0])
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvtier-disk")
-            self._under_way.append(self._pool.submit(self._write_run, run))
-
-    def finish(self) -> None:
-        """Wait until what was begun is written, all of it, also when some of it fails: memory is
-        the caller's again."""
-        under_way, self._under_way = self._under_way, []
-        wait(under_way)
-        for future in under_way:
+    def write(self, items: Sequence[SlotIO]) -> None:
+        """Write slots, several parts at once where it is much; they are durable after ``sync``."""
+        parts = list(self._runs(items, self._part_of(items)))
+        self._dirty.update(self._place(run[0].slot)[0] for run in parts)
+        if len(parts) == 1:
+            self._write_run(parts[0])
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvtier-disk")
+        writing = [self._pool.submit(self._write_run, run) for run in parts]
+        wait(writing)  # all, also when one fails: their memory is the caller's again
+        for future in writing:
             future.result()
+
+    @staticmethod
+    def _part_of(items: Sequence[SlotIO]) -> int:
+        """How many slots to write with one call, so that the medium has several to work on."""
+        size = sum(item.payload.nbytes for item in items)
+        parts = min(WRITERS, max(size // PART_BYTES, 1))
+        return -(-len(items) // parts)
 
     def _write_run(self, run: Sequence[SlotIO]) -> None:
         number, offset = self._place(run[0].slot)
@@ -280,6 +263,13 @@ class Slabs:
         buffers[-1] = self._for_writing(buffers[-1], direct)  # the others are aligned
         write_all(self._io, fd, buffers, offset)
         self._io.point("slab:written")
+
+    def sync(self) -> None:
+        """What was written is on the medium when this returns."""
+        while self._dirty:
+            number = next(iter(self._dirty))
+            self._io.sync(self._open(number)[0])
+            self._dirty.discard(number)
 
     def read(self, items: Sequence[SlotIO]) -> list[bool]:
         """Fill headers and payloads; False for those that could not be read whole.

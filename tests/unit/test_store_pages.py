@@ -1,6 +1,7 @@
 """Reading an index without LMDB: what LMDB's own cursors say, or an error; never anything else."""
 
 import hashlib
+import json
 import os
 import random
 import subprocess
@@ -12,7 +13,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from kvtier.stores.pages import Damaged, IndexFile
+from kvtier.stores.pages import _FIRST, Damaged, IndexFile
 from kvtier.stores.record import ROW, Row, pack_row, row_checks
 from kvtier.stores.walk import copy_tree
 
@@ -157,6 +158,113 @@ def test_flips_are_noticed_or_harmless(tmp_path: Path) -> None:
         files[-1].write_bytes(data)
         assert through_cursors(files[-1]) == wanted
     subprocess.run([sys.executable, "-c", _USE, *map(str, files)], check=True)
+
+
+_GO_ON = """
+import json, sys
+from pathlib import Path
+from tests.unit.test_store_pages import key_of, open_tables, row_of, through_cursors
+path, flips = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
+pristine = path.read_bytes()
+wanted = through_cursors(path)
+for at, value in flips:
+    with path.open("r+b") as file:
+        file.write(pristine)
+        file.truncate()
+        file.seek(at)
+        file.write(bytes([value]))
+    assert through_cursors(path) == wanted, (at, value)
+    env, (meta, rows, more) = open_tables(path)
+    with env.begin(write=True) as txn:
+        for number in range(40):
+            txn.put(key_of(number), row_of(number, 9), db=rows)
+        txn.put(key_of(2), b"x" * 3000, db=more)
+    with env.begin() as txn:
+        assert [v for _, v in txn.cursor(db=rows)] == sorted(row_of(n, 9) for n in range(40))
+        assert txn.get(key_of(2), db=more) == b"x" * 3000
+    env.close()
+"""
+
+
+def test_flips_of_every_byte_of_a_small_index(tmp_path: Path) -> None:
+    path, copy, flips = tmp_path / "index", tmp_path / "copy", tmp_path / "flips"
+    write(path, seed=3, rows=3, lists=1, rounds=1)
+    copy_tree(str(path), str(copy))
+    wanted = without_lmdb(copy, compact=True)
+    pristine = copy.read_bytes()
+    places = [at for at in range(len(pristine)) if at % 4096 < 160 or pristine[at]]
+    accepted, refused, rng = [], 0, random.Random(0)
+    fd = os.open(copy, os.O_RDWR)
+    for at in places:
+        for bit in (0, 1, 2, rng.randrange(3, 8)):
+            value = pristine[at] ^ 1 << bit
+            os.pwrite(fd, bytes([value]), at)
+            try:
+                file = IndexFile(str(copy))
+                rows, more = file.read(compact=True)
+                if row_checks(rows) and (file.meta, more) == (wanted[0], wanted[2]):
+                    assert rows.tobytes() == wanted[1]
+                    accepted.append((at, value))
+            except Damaged:
+                refused += 1
+        os.pwrite(fd, pristine[at : at + 1], at)
+    os.close(fd)
+    assert refused > 1000
+    assert accepted
+    flips.write_text(json.dumps(accepted[:: max(1, len(accepted) // 200)]))
+    subprocess.run([sys.executable, "-c", _GO_ON, str(copy), str(flips)], check=True)
+
+
+def test_what_no_single_flip_makes(tmp_path: Path) -> None:
+    """A row under another's key, a page that belongs to nothing, names that are missing, too many
+    or in disorder."""
+    path, copy = tmp_path / "index", tmp_path / "copy"
+
+    def damaged(at: Path, *, compact: bool) -> None:
+        with pytest.raises(Damaged):
+            without_lmdb(at, compact=compact)
+
+    write(path, seed=1, rows=3, lists=2, rounds=1)
+    copy_tree(str(path), str(copy))
+    whole = copy.read_bytes()
+    last = len(whole) // 4096
+    data = bytearray(whole + whole[-4096:])  # one page more, and counted by the last commit
+    at = 4096 + _FIRST.fields["last"][1]  # type: ignore[index]
+    data[at : at + 8] = last.to_bytes(8, "little")
+    copy.write_bytes(data)
+    damaged(copy, compact=True)
+    main = next(
+        at
+        for at in range(8192, len(whole), 4096)
+        if b"meta" in whole[at : at + 4096] and b"rows" in whole[at : at + 4096]
+    )
+    data = bytearray(whole)
+    data[main + 16 : main + 18], data[main + 18 : main + 20] = (
+        whole[main + 18 : main + 20],
+        whole[main + 16 : main + 18],
+    )
+    copy.write_bytes(data)
+    damaged(copy, compact=True)
+
+    env, (meta, rows, _) = open_tables(path)
+    with env.begin(write=True) as txn:
+        txn.put(key_of(1), row_of(2), db=rows)
+    env.close()
+    damaged(path, compact=False)
+    for names in ([b"meta", b"more"], [b"rows", b"more"]):
+        path.unlink()
+        env = lmdb.open(str(path), subdir=False, max_dbs=3, map_size=1 << 22)
+        for name in names:
+            env.open_db(name)
+        env.close()
+        damaged(path, compact=False)
+    path.unlink()
+    env, (meta, _, _) = open_tables(path)
+    with env.begin(write=True) as txn:
+        for number in range(400):
+            txn.put(key_of(number), b"?" * 20, db=meta)
+    env.close()
+    damaged(path, compact=False)
 
 
 @pytest.mark.parametrize("seed", range(4))
