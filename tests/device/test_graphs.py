@@ -323,8 +323,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "_on_host", lambda table: False)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(GPU, reason="there is a GPU")
-@pytest.mark.parametrize("kind", ["v3", "v4"])
+@pytest.mark.parametrize("kind", ["v3", pytest.param("v4", marks=pytest.mark.slow)])
 def test_nothing_is_asked_in_a_decode_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(**MLA).half() if kind == "v3" else v4_model((4, 128), seed=1)
     model.set_experts_implementation("batched_mm")
