@@ -4,8 +4,11 @@ Knows layouts and frames; not streams, threads or how anything is copied.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, countOf
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.core.ops import Kind, Part
 from kvtier.data.device import DevicePool
@@ -16,7 +19,22 @@ from kvtier.layouts.base import Layout
 from kvtier.sizing import record_bytes
 from kvtier.types import Tier
 
-__all__ = ["Batch", "Place", "Sizes", "by_arena", "by_sections", "is_live", "kept_on_host", "split"]
+__all__ = [
+    "DST",
+    "SOURCE",
+    "SRC",
+    "Batch",
+    "Place",
+    "Sizes",
+    "by_arena",
+    "by_sections",
+    "is_live",
+    "kept_on_host",
+    "split",
+]
+
+# Loops over parts that run without the interpreter.
+KIND, SOURCE, SRC, DST = map(attrgetter, ("kind", "source", "src", "dst"))
 
 Place = tuple[HostArena, tuple[int, ...]]
 """Frames in which a record lies; none for what never leaves the device."""
@@ -69,6 +87,11 @@ def kept_on_host(part: Part) -> bool:
     return bool(part.via) or part.target is Tier.CPU
 
 
+def numbers_of(frames: Iterable[tuple[int, ...]]) -> npt.NDArray[np.int64]:
+    """The frames of one part after the other."""
+    return np.fromiter(chain.from_iterable(frames), np.int64)
+
+
 class Batch:
     """Parts with one end in the frames of one arena, and these as arrays: a loop over parts costs
     the thread that queues copies as much as a launch, so each is gone through once."""
@@ -90,12 +113,11 @@ class Batch:
         """Frames of each part."""
         self.pages: Rows | None = None
         """Device pages, if all of it is history."""
+        self.frames = numbers_of(held)
         if _all_history(parts):
-            self.frames = np.array([frames[0] for frames in held], np.int64)
+            self.pages = numbers_of(map(SRC if source else DST, parts))
             self.sizes = np.full(len(parts), sizes.page, np.int64)
-            self.pages = np.array([(p.src if source else p.dst)[0] for p in parts], np.int64)
         else:
-            self.frames = np.array([frame for frames in held for frame in frames], np.int64)
             self.sizes = np.array(sizes.spread(parts, held), np.int64)
         self.where = arena.frames
         """Where the pack kernels find the records,"""
@@ -108,7 +130,7 @@ def by_arena(
 ) -> tuple[list[Batch], list[Part]]:
     """What is to come from host memory, arena by arena; and what is on the device already."""
     if places is None:
-        return [Batch(sizes, host, parts, [part.src for part in parts], source=False)], []
+        return [Batch(sizes, host, parts, list(map(SRC, parts)), source=False)], []
     lower: dict[int, tuple[HostArena, list[Part], list[tuple[int, ...]]]] = {}
     here: list[Part] = []
     for part, (arena, frames) in zip(parts, places, strict=True):
@@ -127,7 +149,7 @@ Tails = list[tuple[Part, Sequence[int]]]
 
 
 def _all_history(parts: Sequence[Part]) -> bool:
-    return all(part.kind is Kind.HISTORY for part in parts)
+    return countOf(map(KIND, parts), Kind.HISTORY) == len(parts)
 
 
 def split(batch: Batch, *, source: bool) -> tuple[Rows, Rows, Tails]:

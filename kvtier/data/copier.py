@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvtier.core.ops import Part
 from kvtier.data.arrivals import Arrival, Arrivals
-from kvtier.data.batches import Place
+from kvtier.data.batches import DST, Place
 from kvtier.data.jobs import Job, Turns, Workers
 from kvtier.data.records import LayerPiece, Loader, Packer
 from kvtier.data.staging import Slots
@@ -245,7 +245,7 @@ class _Pack:
     """Every part has one frame."""
 
     def __post_init__(self) -> None:
-        counts = [len(part.dst) for part in self.job.op.parts]
+        counts = list(map(len, map(DST, self.job.op.parts)))
         self.left, longest = sum(counts), max(counts, default=1)
         self.single = longest == 1
         even = even_batch(self.left, self.copier._pack_frames) + longest - 1

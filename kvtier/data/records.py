@@ -13,7 +13,7 @@ import torch
 
 from kvtier.core.ops import Part
 from kvtier.data.arrivals import NO_LAYERS, Arrival
-from kvtier.data.batches import Batch, Place, Sizes, by_arena, by_sections, is_live, split
+from kvtier.data.batches import DST, SRC, Batch, Place, Sizes, by_arena, by_sections, is_live, split
 from kvtier.data.device import DevicePool, LayerGroup
 from kvtier.data.host import HostArena
 from kvtier.data.rows import copy_pieces, copy_rows
@@ -82,7 +82,7 @@ class Packer:
 
     def batch(self, parts: Sequence[Part], slots: Sequence[int]) -> Batch:
         """Parts that are to be packed into these staging slots, as many as each has frames."""
-        held = [part.dst for part in parts]
+        held = list(map(DST, parts))
         batch = Batch(self._sizes, self._host, parts, held, source=True)
         batch.where, batch.rows = self._staging.frames, np.array(slots, np.int64)
         return batch
@@ -225,7 +225,7 @@ class Loader:
         if self._pool.device.type == "cpu":
             return 0
         if places is None:
-            return sum(len(part.src) for part in parts)
+            return sum(map(len, map(SRC, parts)))
         return sum(
             len(frames)
             for part, (_, frames) in zip(parts, places, strict=True)
@@ -257,7 +257,7 @@ class Loader:
     def layer_pieces(self, parts: Sequence[Part]) -> list[LayerPiece]:
         """History pages in host frames as they are to come: layer by layer, some layers at a time,
         and where these are too many bytes at once some pages at a time."""
-        batch = Batch(self._sizes, self._host, parts, [part.src for part in parts], source=False)
+        batch = Batch(self._sizes, self._host, parts, list(map(SRC, parts)), source=False)
         assert batch.pages is not None
         layers, size = self._pool.num_layers, self._sizes.page * len(parts)
         start, least = 0, FIRST_LAYERS_BYTES

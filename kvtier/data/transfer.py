@@ -24,13 +24,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
+from operator import countOf
 
 import torch
 
 from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Op, OpKind, Part
-from kvtier.data.batches import Sizes, kept_on_host
+from kvtier.data.batches import DST, SOURCE, Sizes, kept_on_host
 from kvtier.data.copier import Copier, even_batch
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
@@ -230,7 +231,7 @@ class DeviceTransfer:
     # Device -> host
 
     def _start_pack(self, job: Job) -> None:
-        frames = sum(len(part.dst) for part in job.op.parts)
+        frames = sum(map(len, map(DST, job.op.parts)))
         waits = job.op.must or job.deadline is not None
         if not self._staging.admit(frames, always=waits):
             job.cut(0)
@@ -251,8 +252,8 @@ class DeviceTransfer:
         parts = job.op.parts
         job.early = self._may_end_early(job.op)
         start = 0
-        for (source, kept), run in groupby(parts, key=lambda p: (p.source, kept_on_host(p))):
-            stop = start + len(list(run))
+        for (source, kept), count in _runs(parts):
+            stop = start + count
             if job.early and source is Tier.CPU and self._reads_host:
                 job.share()
                 self._copier.load_layers(job, start, parts[start:stop])
@@ -465,6 +466,15 @@ class DeviceTransfer:
             self._stopped = True
             for workers in self._workers:
                 workers.stop()
+
+
+def _runs(parts: Sequence[Part]) -> Iterator[tuple[tuple[Tier, bool], int]]:
+    """Parts of one source, all kept on the host or none, and how many there are."""
+    if countOf(map(SOURCE, parts), Tier.CPU) == len(parts):  # by far the most
+        yield (Tier.CPU, False), len(parts)
+        return
+    for key, run in groupby(parts, key=lambda part: (part.source, kept_on_host(part))):
+        yield key, len(list(run))
 
 
 def _forget(pools: tuple[Workers | Turns, ...], at_exit: Callable[[], None]) -> None:
