@@ -49,6 +49,9 @@ STATES = {"last": 1, "group": 0}
 """Rings of a page's length, and how many rows a checkpoint holds: of one the last row is read, of
 the other those of an open group of 2."""
 WHO = (Identity(), Identity(tenant="b"))
+IN_STAGES = kvtier.RestorePolicy(prefill_tokens_per_s=1e-3)
+"""All is worth loading, whatever the clock says, and nobody loses patience by himself."""
+RESTORES = (None, IN_STAGES, kvtier.RestorePolicy("best_effort"))
 Rows = npt.NDArray[np.uint8]
 
 
@@ -278,6 +281,7 @@ class CacheMachine(RuleBasedStateMachine):
         write=st.sampled_from([True, True, True, False]),
         reuse=st.sampled_from([None, None, None, 5]),
         reserve=st.sampled_from([0, 0, 6]),
+        restore=st.sampled_from(RESTORES),
     )
     def lease(
         self,
@@ -288,12 +292,14 @@ class CacheMachine(RuleBasedStateMachine):
         write: bool,
         reuse: int | None,
         reserve: int,
+        restore: kvtier.RestorePolicy | None,
     ) -> None:
         """A new prompt, or one that goes on from something that was committed."""
         identity, tokens = WHO[who], ()
         if self.known and base < 24:
             identity, tokens = self.known[base % len(self.known)]
-        self.lease_for(identity, (*tokens[: len(tokens) - cut], *more), write, reuse, reserve)
+        prompt = (*tokens[: len(tokens) - cut], *more)
+        self.lease_for(identity, prompt, write, reuse, reserve, restore)
 
     def lease_for(
         self,
@@ -302,13 +308,19 @@ class CacheMachine(RuleBasedStateMachine):
         write: bool = True,
         reuse: int | None = None,
         reserve: int = 0,
+        restore: kvtier.RestorePolicy | None = None,
     ) -> Held | None:
         while len(self.held) > 3 and not self.stepping:
             self.release(0)
         before = len(self.cache.leases())
         try:
             lease = self.cache.lease(
-                list(tokens), identity=identity, write=write, max_reuse=reuse, reserve=reserve
+                list(tokens),
+                identity=identity,
+                write=write,
+                max_reuse=reuse,
+                reserve=reserve,
+                restore=restore,
             )
         except OutOfPages:
             assert len(self.cache.leases()) == before
@@ -316,6 +328,46 @@ class CacheMachine(RuleBasedStateMachine):
         self.held.append(Held(lease, identity, self.epoch, tokens))
         REACHED["restoring"] += lease.state is LeaseState.RESTORING
         return self.held[-1]
+
+    @rule()
+    def lose_patience(self) -> None:
+        """All that wait for the disk settle for what they have."""
+        deadlines = self.cache._pump.deadlines
+        for patience in deadlines._bounds.values():
+            patience.limit = 0.0
+        waiting = [h for h in self.held if h.lease.state is LeaseState.RESTORING]
+        self.cache._pump.settle_late()
+        REACHED["settled early"] += any(h.lease.state is LeaseState.ACTIVE for h in waiting)
+
+    @precondition(lambda self: self.store is not None)
+    @rule(
+        pages=st.integers(1, 4),
+        late=st.lists(st.sampled_from([0, 99]), max_size=4),
+        who=st.integers(0, 1),
+    )
+    def disk_too_slow(self, pages: int, late: list[int], who: int) -> None:
+        """Aim: some stages arrive, the lease settles for these and computes what the others are
+        still bringing."""
+        self.fates.clear()
+        self.fresh += 1
+        prompt = (self.fresh, *[1, 0, 2] * pages, 1, 2)
+        for _ in range(2):
+            self.transfer.drain()
+            for tier in (Tier.GPU, Tier.CPU):
+                self.cache.evict(tier, 99)
+            held = self.lease_for(WHO[who], prompt, restore=IN_STAGES)
+            self.settle()
+            self.lose_patience()
+            self.settle()
+            while held is not None and held.lease.state is LeaseState.ACTIVE:
+                done = held.lease.num_tokens
+                self.step_on([held], [])
+                if held.lease.state is LeaseState.ACTIVE and held.lease.num_tokens == done:
+                    break
+            if held in self.held and late:
+                self.release(self.held.index(held))
+            self.transfer.drain()
+            self.fates += [Fate(start_after=ticks) for ticks in late]
 
     @precondition(lambda self: self.held)
     @rule(
@@ -791,5 +843,6 @@ def test_the_machine_gets_around(long_run: bool) -> None:
         *("forked", "paused", "resumed whole", "resumed a partial page", "prefetching"),
         *("released while restoring", "evicted GPU", "evicted CPU", "evicted DISK"),
         *("corrupted", "restarted", "asked again", "tail lost to a failed step"),
+        "settled early",
     ):
         assert REACHED[what] >= 5, (what, REACHED)
