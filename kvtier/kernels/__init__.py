@@ -29,6 +29,7 @@ from kvtier.kernels.slots import (
     c128_slots,
     closed_entries,
     entry_slots,
+    token_positions,
     window_slots,
 )
 from kvtier.kernels.sparse import apply_sink, sparse_attend
@@ -69,6 +70,7 @@ __all__ = [
     "select_all",
     "sparse_attend",
     "table",
+    "token_positions",
     "window_slots",
     "workspace_rows",
     "write_normed",

@@ -47,9 +47,13 @@ def window_slots(
     return _table_slots(window_table, sequences, seen, slots_per_page, seen >= 0)
 
 
-def c4_slots(entries: Tensor, batch: PagedBatch) -> Tensor:
-    """Slots (n, k) int32 of C4 entry numbers (n, k); -1 stays -1."""
-    sequences, _ = token_positions(batch)
+def c4_slots(entries: Tensor, batch: PagedBatch, sequences: Tensor | None = None) -> Tensor:
+    """Slots (n, k) int32 of C4 entry numbers (n, k); -1 stays -1.
+
+    ``sequences`` (n,) are those of ``token_positions``, for callers that have them already.
+    """
+    if sequences is None:
+        sequences, _ = token_positions(batch)
     return _table_slots(
         batch.block_table, sequences, entries.to(torch.int64), batch.page_tokens // 4, entries >= 0
     )

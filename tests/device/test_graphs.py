@@ -361,6 +361,30 @@ def test_without_a_gpu_it_decodes_all_the_same() -> None:
             assert torch.equal(got, whole(adapter, step))
 
 
+def test_buffers_of_a_step_without_leases() -> None:
+    """A4: padding rows as ever, state slots of tails too, at the addresses of other steps."""
+    model = v4_model((4, 128), seed=1)
+    layout = layout_for(model.config)
+    with Cache(layout, sized(layout, gpu=8, cpu=0), model="tiny", device=DEVICE) as cache:
+        buffers = cache.buffers(max_batch=4, max_tokens=4, max_pages=2)
+        with cache.lease([]) as lease:
+            with cache.step([(lease, [1])]) as step:
+                one = step.to_device(buffers, pad_to=3)
+                assert one.state_slots.tolist()[1:] == [-1, -1]
+        with cache.step([]) as step:
+            none = step.to_device(buffers, pad_to=3)
+        assert none.state_slots.tolist() == [-1, -1, -1]
+        assert none.query_lens.tolist() == [1, 1, 1]
+        assert none.kv_lens.tolist() == none.context_lens.tolist() == [0, 0, 0]
+        assert none.cu_seqlens_q.tolist() == [0, 1, 2, 3]
+        for table in (none.block_table, none.window_table, *none.slot_mapping.values()):
+            assert table.shape[0] == 3
+            assert (table == -1).all()
+        assert none.block_table.shape[1] == 2
+        for name in ("input_ids", "positions", "kv_lens", "state_slots", "block_table"):
+            assert getattr(none, name).data_ptr() == getattr(one, name).data_ptr()
+
+
 class TestRefused:
     def graph(self, cache: Cache, adapter: Adapter) -> DecodeGraph:
         return adapter.capture_decode(batch=2, pages=1)

@@ -47,6 +47,8 @@ class V4Run(Run):
 
     step: TailDeviceStepLike
     batch: PagedBatch
+    sequences: Tensor
+    """(tokens,) Row of the batch that each token is of."""
     captures: Captures | None
     """None: none is due, or they are copied afterwards."""
     window_slots: Tensor
@@ -241,7 +243,7 @@ class V4Attention:
             record=record,
             workspace_bytes=self.workspace_bytes,
         )
-        return c4_slots(entries, run.batch)
+        return c4_slots(entries, run.batch, run.sequences)
 
     def _kernel(self, run: V4Run, key: str) -> Any:
         kernel = self.kernels[key]

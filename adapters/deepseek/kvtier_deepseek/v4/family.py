@@ -17,6 +17,7 @@ from kvtier.kernels import (
     Record,
     c128_slots,
     select_all,
+    token_positions,
     window_slots,
 )
 from kvtier.layouts import Component, Layout
@@ -122,6 +123,7 @@ class V4Family:
         return V4Run(
             step=device,
             batch=batch,
+            sequences=token_positions(batch)[0],
             captures=captures,
             window_slots=window_slots(
                 batch,
