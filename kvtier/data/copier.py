@@ -8,9 +8,12 @@ which they come.  Who waits for copies gives the slots back and waits for nobody
 Knows jobs, slots and streams.  What a record is made of is the business of ``records``.
 """
 
+import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from kvtier.core.ops import Part
 from kvtier.data.arrivals import Arrival, Arrivals
@@ -18,13 +21,16 @@ from kvtier.data.batches import DST, Place
 from kvtier.data.jobs import Job, Turns, Workers
 from kvtier.data.records import LayerPiece, Loader, Packer
 from kvtier.data.staging import Slots
-from kvtier.data.streams import Event, Streams
+from kvtier.data.streams import Event, Fences, Streams
+
+logger = logging.getLogger("kvtier")
 
 __all__ = ["Copier", "Guard", "even_batch"]
 
 Guard = Callable[[Job, int], AbstractContextManager[None]]
 """Around work for a job: what it raises cuts the job at this part."""
 PACKS, LOADS = 0, 1
+W = TypeVar("W", bound="_Waiting")
 
 
 def even_batch(frames: int, batch: int) -> int:
@@ -49,6 +55,7 @@ class Copier:
         arrivals: Arrivals,
         *,
         pack_frames: int,
+        load_frames: int,
         guard: Guard,
         landed: Callable[[Sequence[Part]], None],
         prepare: Callable[[], None],
@@ -60,6 +67,7 @@ class Copier:
         self._streams = streams
         self._arrivals = arrivals
         self._pack_frames = pack_frames
+        self._load_frames = load_frames
         self._guard = guard
         self._landed = landed
         self.turns = Turns("copy", 2, prepare=prepare)
@@ -77,7 +85,10 @@ class Copier:
 
     def pack(self, job: Job) -> None:
         """Queue a PACK.  Takes over the caller's share of the job."""
-        self.turns.submit(PACKS, _Pack(self, job))
+        task = _Pack(self, job)
+        self.turns.submit(
+            PACKS, _Together(self._pack_together, self._staging, self._pack_frames, deque([task]))
+        )
 
     def load(
         self,
@@ -93,7 +104,9 @@ class Copier:
         Takes over the caller's share of the job; ``over`` is called when nothing reads the places
         any more.
         """
-        self.turns.submit(LOADS, _Load(self, job, start, parts, places, over))
+        task = _Load(self, job, start, parts, places, over)
+        most = 0 if job.early or places is not None else self._load_frames
+        self.turns.submit(LOADS, _Together(self._load_together, self._landing, most, deque([task])))
 
     def load_layers(self, job: Job, start: int, parts: Sequence[Part]) -> None:
         """Queue those parts of an early RESTORE whose records lie in host frames, all of them one
@@ -126,6 +139,31 @@ class Copier:
         job.share()
         self.drained.submit(lambda _: self._land(job, start, parts, slots, drained))
         return stop
+
+    def _pack_together(self, tasks: Sequence["_Pack"]) -> bool:
+        """Queue several PACKs as one batch; whether it could be done."""
+        jobs = [task.job for task in tasks]
+        count = sum(task.left for task in tasks)
+        slots = self._staging.take(count, count)
+        if slots is None:
+            return False
+        try:
+            batch = self._packer.batch([part for job in jobs for part in job.op.parts], slots)
+            gathered = self._packer.gather(batch, _fences(jobs))
+            drained = self._packer.drain(batch, gathered)
+        except BaseException:  # each op is told by its own try
+            self._staging.give(slots)
+            logger.debug("packs that waited are queued one by one", exc_info=True)
+            return False
+        for task in tasks:
+            own, slots = slots[: task.left], slots[task.left :]
+            self._drained_later(task.job, own, drained)
+            self.packed.submit(lambda _, job=task.job: self._release(job, gathered))  # type: ignore[misc]
+        return True
+
+    def _drained_later(self, job: Job, slots: list[int], drained: Event) -> None:
+        job.share()
+        self.drained.submit(lambda _: self._land(job, 0, job.op.parts, slots, drained))
 
     def _release(self, job: Job, gathered: Event | None) -> None:
         try:
@@ -173,6 +211,25 @@ class Copier:
                 self._await(job, task.start, loaded, rows, task.over, arrival.over)
             else:
                 self._await(job, task.start, loaded, rows, task.over, job.end_share)
+
+    def _load_together(self, tasks: Sequence["_Load"]) -> bool:
+        """Queue loads of several jobs from host frames as one batch; whether it could be done."""
+        count = sum(task.rows for task in tasks)
+        rows = self._landing.take(count, count)
+        if rows is None:
+            return False
+        jobs = [task.job for task in tasks]
+        try:
+            parts = [part for task in tasks for part in task.parts]
+            loaded = self._loader.load(parts, None, rows, _fences(jobs))
+        except BaseException:  # each op is told by its own try
+            self._landing.give(rows)
+            logger.debug("loads that waited are queued one by one", exc_info=True)
+            return False
+        for task in tasks:
+            own, rows = rows[: task.rows], rows[task.rows :]
+            self._await(task.job, task.start, loaded, own, task.over, task.job.end_share)
+        return True
 
     def _load_piece(self, task: "_LoadLayers") -> bool:
         """Queue the next layers; whether there are more."""
@@ -227,6 +284,72 @@ class Copier:
                 call()
 
 
+def _fences(jobs: Sequence[Job]) -> Fences:
+    """All of theirs, each once."""
+    return tuple({id(event): event for job in jobs for event in job.fences}.values())
+
+
+class _Waiting(Protocol):
+    """What ``_Together`` holds: a task, and how many slots it takes."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def deadline(self) -> float | None: ...
+    def ready(self) -> bool: ...
+    def run(self) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Together(Generic[W]):
+    """Tasks that have come while others were under way, and go in one batch if they can: its price
+    is the same for few bytes as for many.  If something is wrong with one of them each has its own
+    turn, as it has if it is alone."""
+
+    queue: Callable[[Sequence[W]], bool]
+    """Queue them all; false with nothing done."""
+    slots: Slots
+    most: int
+    """Slots they may take together."""
+    tasks: deque[W]
+
+    @property
+    def count(self) -> int:
+        return sum(task.count for task in self.tasks)
+
+    @property
+    def deadline(self) -> float | None:
+        return self.tasks[0].deadline
+
+    def absorb(self, other: object) -> bool:
+        if not isinstance(other, _Together) or self.count + other.count > min(
+            self.most, other.most
+        ):
+            return False
+        self.tasks += other.tasks
+        return True
+
+    def ready(self) -> bool:
+        if len(self.tasks) > 1 and self.most:
+            return self.slots.free >= min(self.count, self.slots.num_slots)
+        return self.tasks[0].ready()
+
+    def run(self) -> bool:
+        if len(self.tasks) > 1 and self.most:
+            if self.queue(self.tasks):
+                return False
+            self.most = 0
+            return True  # the first may have to wait for slots
+        more = False
+        try:
+            more = self.tasks[0].run()
+        except BaseException:
+            logger.exception("a task of the data plane failed")  # its op has ended; others wait
+        if not more:
+            self.tasks.popleft()
+        return bool(self.tasks)
+
+
 @dataclass(slots=True, eq=False)
 class _Pack:
     """One PACK, taken up batch by batch as staging frees up."""
@@ -250,6 +373,10 @@ class _Pack:
         self.single = longest == 1
         even = even_batch(self.left, self.copier._pack_frames) + longest - 1
         self.batch = min(even, self.copier._staging.num_slots)
+
+    @property
+    def count(self) -> int:
+        return self.left
 
     @property
     def deadline(self) -> float | None:
@@ -303,6 +430,10 @@ class _Load:
     def __post_init__(self) -> None:
         self.rows = self.copier._loader.rows(self.parts, self.places)
 
+    @property
+    def count(self) -> int:
+        return max(self.rows, 1)  # on a CPU they take none
+
     def ready(self) -> bool:
         return self.copier._landing.free >= self.rows
 
@@ -325,6 +456,9 @@ class _LoadLayers:
     layers: dict[int, Event] = field(default_factory=dict)
     """Behind what is queued of each layer."""
     deadline: float | None = None
+
+    def absorb(self, other: object) -> bool:
+        return False
 
     def ready(self) -> bool:
         return self.copier._landing.free >= self.pieces[self.at].slots

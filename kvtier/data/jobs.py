@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvtier.core.ops import Op, OpKind
 from kvtier.data.streams import Fences
@@ -158,6 +158,10 @@ class Task(Protocol):
     def run(self) -> bool:
         """Do the next piece; whether there are more.  One that raises is over."""
 
+    def absorb(self, other: Any) -> bool:
+        """Whether it has taken over the task that was to come behind it.  Not asked once its own
+        turn may have come."""
+
 
 class Turns:
     """One daemon thread that takes tasks from several queues in turn, each first in, first out.
@@ -176,9 +180,11 @@ class Turns:
         self.threads[0].start()
 
     def submit(self, number: int, task: Task) -> None:
-        """Queue a task behind those of the same queue."""
+        """Queue a task behind those of the same queue, or have the last of them absorb it."""
         with self._changed:
-            self._queues[number].append(task)
+            queue = self._queues[number]
+            if len(queue) < 2 or not queue[-1].absorb(task):
+                queue.append(task)
             self._changed.notify()
 
     def wake(self) -> None:

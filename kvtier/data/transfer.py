@@ -150,6 +150,7 @@ class DeviceTransfer:
             self._streams,
             self.pool.arrivals,
             pack_frames=max(batch, self._longest),
+            load_frames=self._batch_frames,
             guard=self._guard,
             landed=self._landed,
             prepare=prepare,

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import bench_pipeline
-from kvtier.core.ops import Kind
-from kvtier.data.copier import even_batch
+from kvtier.core.ops import Kind, OpKind
+from kvtier.data import records
+from kvtier.data.copier import _Together, even_batch
 from kvtier.data.host import HostArena
 from kvtier.data.jobs import Turns
 from kvtier.data.rows import copy_rows
 from kvtier.data.staging import Slots
 from kvtier.layouts import gqa, swa_c4_c128
+from tests.device.test_transfer_cpu import PLAIN, down, plane, up
 
 
 class Piecewise:
@@ -28,6 +31,9 @@ class Piecewise:
         self.name, self.log, self.pieces, self.deadline = name, log, pieces, deadline
         self.open = threading.Event()
         self.over = threading.Event()
+
+    def absorb(self, other: object) -> bool:
+        return False
 
     def ready(self) -> bool:
         return self.open.is_set()
@@ -204,3 +210,93 @@ def test_the_benchmark_moves_what_it_says() -> None:
                 bench.check()
         finally:
             bench.close()
+
+
+class Counted:
+    """Holds up the first call, so that others come meanwhile; counts all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+        self.calls = 0
+        self.go, self.inside = threading.Event(), threading.Event()
+        real = getattr(owner, name)
+
+        def call(*args: object) -> object:
+            self.calls += 1
+            if self.calls == 1:
+                self.inside.set()
+                assert self.go.wait(20)
+            return real(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_small_packs_that_wait_go_together(bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One gather and one copy for all of them, each with ends of its own; one that cannot be done
+    takes no other with it."""
+    with plane(io_threads=1) as p:
+        gathers = Counted(monkeypatch, records.Packer, "gather")
+        ends = [p.start(OpKind.PACK, down(0, 0))]
+        assert gathers.inside.wait(20)
+        ends += [p.start(OpKind.PACK, down(i, i)) for i in range(1, 6)]
+        wrong = [p.start(OpKind.PACK, down(-1, 9))] if bad else []
+        ends += [p.start(OpKind.PACK, down(i, i)) for i in (6, 7)]
+        gathers.go.set()
+        assert [end.delivered for end in ends] == [1] * 8
+        for i in range(8):
+            assert bytes(p.host.frames[i][: PLAIN.page_bytes()].tolist()) == p.page(i)
+        for end in wrong:
+            assert end.delivered == 0
+            assert isinstance(end.error, IndexError)
+        # The first, then up to four, a third of the staging, at once; or each by itself.
+        assert gathers.calls == (1 + 1 + 1 + 4 if bad else 1 + 1 + 1)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_small_loads_that_wait_go_together(bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with plane(io_threads=1) as p:
+        want = [p.page(i) for i in range(8)]
+        assert p.start(OpKind.PACK, *[down(i, i) for i in range(8)]).delivered == 8
+        p.poison_all()
+        loads = Counted(monkeypatch, records.Loader, "load")
+        ends = [p.start(OpKind.RESTORE, up(0, 11))]
+        assert loads.inside.wait(20)
+        ends += [p.start(OpKind.RESTORE, up(i, 11 - i)) for i in range(1, 6)]
+        wrong = [p.start(OpKind.RESTORE, up(6, 12))] if bad else []
+        ends += [p.start(OpKind.RESTORE, up(i, 11 - i)) for i in (6, 7)]
+        loads.go.set()
+        assert [end.delivered for end in ends] == [1] * 8
+        assert [p.page(11 - i) for i in range(8)] == want
+        for end in wrong:
+            assert end.delivered == 0
+            assert isinstance(end.error, IndexError)
+        assert loads.calls == (1 + 1 + 8 if bad else 1 + 1)
+
+
+def test_what_waits_together_waits_for_slots_of_all() -> None:
+    slots = Slots(4, 16, torch.device("cpu"))
+    taken = slots.take(1, 1) or []
+    tried: list[int] = []
+
+    class Two(Piecewise):
+        count = 2
+
+    log: list[str] = []
+    one, two = (
+        _Together(lambda tasks: bool(tried.append(len(tasks))), slots, 4, deque([Two(name, log)]))
+        for name in "ab"
+    )
+    assert not one.ready()
+    assert one.absorb(two)
+    assert not one.absorb(two), "more than may go together"
+    assert not one.ready(), "three of four are free"
+    slots.give(taken)
+    assert one.ready()
+    assert one.run(), "it could not be done: each has its own turn"
+    assert tried == [2]
+    assert not one.ready()
+    one.tasks[0].open.set()
+    assert one.ready()
+    assert one.run()
+    assert not one.run()
+    assert log == ["a", "b"]
