@@ -44,5 +44,5 @@ def test_absent_is_what_match_does_not_find(page: int) -> None:
 
 def test_with_a_disk_nothing_is_absent_at_a_glance() -> None:
     made = server(Geometry(page_tokens=2, gpu_pages=4, cpu_frames=4, disk_frames=4, max_leases=2))
-    assert made.core.match(packed([1, 2, 3])) == lookup.NOTHING
+    assert made.core.match(packed([1, 2, 3]), WHO[0]) == lookup.NOTHING
     assert not lookup.absent(made.core.residency, packed([1, 2, 3]), WHO[0])
