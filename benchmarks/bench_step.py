@@ -8,7 +8,10 @@ that leases, block tables and commits are counted too; no prompt shares anything
 Contenders take turns, as the clocks of a device drift by more than what is looked for; for the
 same reason it rests between turns, and its first work in each is to wait until the host is ahead.
 A turn is two steps back to back, and the second is timed on the device, from the end of the first
-to its own: what the first has to store is stored meanwhile.  Without a GPU there are no results.
+to its own: what the first has to store is stored meanwhile.  ``around_us`` is the part of that in
+which the model's first product had not begun, or its last was over: there the cache's own work on
+the compute stream shows, however much the products themselves vary.  Without a GPU there are no
+results.
 """
 
 import time
@@ -38,6 +41,9 @@ WHOLE = (0, 0, *(4, 128) * 20, 4)
 BASES = {"no cache": None, "device only": "no cache", "storing": "device only"}
 """What each contender is measured against."""
 Samples = dict[str, list[float]]
+Marks = tuple[torch.cuda.Event, torch.cuda.Event]
+Contender = Callable[[TokenBuffer], Marks]
+"""Queues one step; before and behind the model's own work."""
 
 
 def run(quick: bool) -> list[Result]:
@@ -52,21 +58,23 @@ def run(quick: bool) -> list[Result]:
         layout = swa_c4_c128(layer_ratios=ratios)
         params: dict[str, Param] = {"stored": name}
         with ExitStack() as stack:
-            contenders: dict[str, Callable[[TokenBuffer], None]] = {"no cache": lambda _: model()}
+            contenders: dict[str, Contender] = {"no cache": lambda _: _marked(model)}
             caches = {}
             for what, host in (("device only", 0), ("storing", 8 << 30)):
                 cache = caches[what] = stack.enter_context(_cache(layout, host))
                 contenders[what] = _step(cache, model)
-            on_device, on_host = _in_turn(contenders, turns)
+            samples = _in_turn(contenders, turns)
             stored = caches["storing"].stats().tiers[Tier.CPU].written_bytes
             stored //= 2 * (turns + 1) * 10**6
             assert stored, "nothing was stored"
             params["mb_stored_a_step"] = stored
-        results += _told(on_device, on_host, params)
+        results += _told(*samples, params)
     return results
 
 
-def _told(on_device: Samples, on_host: Samples, params: dict[str, Param]) -> list[Result]:
+def _told(
+    on_device: Samples, around: Samples, on_host: Samples, params: dict[str, Param]
+) -> list[Result]:
     results = []
     medians = {what: summarise("", times, unit="ms").median for what, times in on_device.items()}
     for what, base in BASES.items():
@@ -74,6 +82,7 @@ def _told(on_device: Samples, on_host: Samples, params: dict[str, Param]) -> lis
         times = on_device[what]
         step = summarise("step_ms", times, unit="ms", params=mine)
         results.append(step.against(None if base is None else medians[base]))
+        results.append(summarise("around_us", around[what], unit="us", params=mine))
         results.append(summarise("host_ms", on_host[what], unit="ms", params=mine))
         if base is not None:
             cost = [100 * (t / b - 1) for t, b in zip(times, on_device[base], strict=True)]
@@ -86,25 +95,30 @@ def _cache(layout: Layout, host: int) -> Cache:
     return Cache(layout, config, model="benchmark", device="cuda")
 
 
-def _step(cache: Cache, model: "Attention") -> Callable[[TokenBuffer], None]:
-    def step(prompt: TokenBuffer) -> None:
+def _marked(model: "Attention") -> Marks:
+    before = _mark()
+    model()
+    return before, _mark()
+
+
+def _step(cache: Cache, model: "Attention") -> Contender:
+    def step(prompt: TokenBuffer) -> Marks:
         with cache.lease(prompt) as lease:
             assert lease.cached_tokens == 0
             lease.ready.result(timeout=10)
             with cache.step([(lease, prompt)]) as work:
                 work.to_device()
-                model()
+                return _marked(model)
 
     return step
 
 
-def _in_turn(
-    contenders: dict[str, Callable[[TokenBuffer], None]], turns: int
-) -> tuple[Samples, Samples]:
-    """Milliseconds a step, on the device and of the calling thread, one sample a turn; the first
-    turn of each is not counted."""
+def _in_turn(contenders: dict[str, Contender], turns: int) -> tuple[Samples, Samples, Samples]:
+    """Of a step: milliseconds on the device, microseconds of it around the model, milliseconds of
+    the calling thread.  One sample a turn; the first turn of each is not counted."""
     prompts = _prompts()
     on_device: Samples = {what: [] for what in contenders}
+    around: Samples = {what: [] for what in contenders}
     on_host: Samples = {what: [] for what in contenders}
     for turn in range(turns + 1):
         # Whoever comes first would always find the same device.
@@ -113,13 +127,15 @@ def _in_turn(
             torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
             contenders[what](next(prompts))
             begin, prompt, began = _mark(), next(prompts), time.perf_counter()
-            contenders[what](prompt)
+            first, last = contenders[what](prompt)
             took, end = time.perf_counter() - began, _mark()
             torch.cuda.synchronize()
             if turn:
                 on_host[what].append(1e3 * took)
                 on_device[what].append(begin.elapsed_time(end))
-    return on_device, on_host
+                outside = begin.elapsed_time(first) + last.elapsed_time(end)
+                around[what].append(1e3 * outside)
+    return on_device, around, on_host
 
 
 def _mark() -> torch.cuda.Event:

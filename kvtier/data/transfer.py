@@ -40,7 +40,6 @@ from kvtier.data.records import Loader, Packer, Reader, copy_part, record_of
 from kvtier.data.staging import Slots, Staging
 from kvtier.data.streams import Fences, Lane, streams_for
 from kvtier.errors import CacheClosed, StoreError
-from kvtier.kernels.pack import has_triton
 from kvtier.layouts.base import Layout
 from kvtier.seams import Record, Store
 from kvtier.types import Tier
@@ -57,8 +56,9 @@ READ_BYTES = 4 << 20
 or of one record that is larger."""
 LARGE_READ_BYTES = 32 << 20
 """While there is much left to read into frames of the host's a batch may grow to this: what a batch
-takes besides its bytes counts less then.  The last ones are small again, so that all threads end at
-about the same time."""
+takes besides its bytes counts less then.  The first ones differ in size, as threads that end a read
+together leave the disk idle while they verify it together; the last ones are small again, so that
+no thread ends long after the others."""
 PUBLISH_BYTES = 16 << 20
 """STOREs that wait are written to disk together up to this much; from there on what a publish
 costs besides its bytes is lost in them."""
@@ -91,7 +91,6 @@ class DeviceTransfer:
         where = _indexed(torch.device(device))
         self._sizes = Sizes(layout)
         self._store = store
-        self._reads_host = where.type == "cpu" or has_triton()
         self._wait_s = config.wait_s if config.on_full == "wait" else None
         # Worker threads will write into these tensors, so none may be an inference tensor.
         with torch.inference_mode(False), _current(where):
@@ -255,7 +254,7 @@ class DeviceTransfer:
         start = 0
         for (source, kept), count in _runs(parts):
             stop = start + count
-            if job.early and source is Tier.CPU and self._reads_host:
+            if job.early and source is Tier.CPU and self._loader.by_layer():
                 job.share()
                 self._copier.load_layers(job, start, parts[start:stop])
             else:
@@ -271,19 +270,24 @@ class DeviceTransfer:
             copied = even_batch(left, self._batch_frames)
             copied += max(frames) - 1  # so that none but the last falls short
             copied = min(copied, self._landing.num_slots or copied)
-        begin, held, most = start, 0, copied or self._read_most(left, large=large)
+        begin, held, reads = start, 0, 1
+        most = copied or self._read_most(left, reads, large=large)
         for at, count in enumerate(frames, start):
             if held and held + count > most:
                 self._submit_load(job, begin, at)
                 begin, left, held = at, left - held, 0
-                most = copied or self._read_most(left, large=large)
+                reads += 1
+                most = copied or self._read_most(left, reads, large=large)
             held += count
         self._submit_load(job, begin, stop)
 
-    def _read_most(self, left: int, *, large: bool) -> int:
-        """Frames of the next read, when so many are left."""
-        share = left // (2 * len(self._readers))
-        return max(self._read_frames, min(self._large_read_frames, share) if large else 0)
+    def _read_most(self, left: int, number: int, *, large: bool) -> int:
+        """Frames of the ``number``-th read from 1 on, when so many are left."""
+        if not large:
+            return self._read_frames
+        threads = len(self._readers)
+        most = min(self._large_read_frames, left // (2 * threads))
+        return max(self._read_frames, most * min(number, threads) // threads)
 
     def _may_end_early(self, op: Op) -> bool:
         """Whether all that may yet go wrong is the device itself once its copies are queued, and

@@ -681,6 +681,24 @@ def test_reads_grow_while_much_is_left_and_end_small(monkeypatch: pytest.MonkeyP
         assert [p.page(i) for i in range(10)] == want
 
 
+def test_the_first_reads_of_several_threads_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that read alike would verify at once, and the disk would stand still."""
+    monkeypatch.setattr(transfer, "READ_BYTES", 1)
+    monkeypatch.setattr(transfer, "LARGE_READ_BYTES", 2 * PLAIN.frame_bytes())
+    with plane(io_threads=2) as p:
+        want, read, read_into = store_chain(p, 12), list[int](), p.store.read_into
+
+        def noted(reads: Sequence[Read]) -> list[bool]:
+            read.append(len(reads))
+            return read_into(reads)
+
+        p.store.read_into = noted  # type: ignore[method-assign]
+        parts = [from_disk(i + 1, page=i, via=(11 - i,)) for i in range(12)]
+        assert p.start(OpKind.RESTORE, *parts).delivered == 12
+        assert sorted(read) == sorted([1, 2, 2, 1, 1, 1, 1, 1, 1, 1])
+        assert [p.page(i) for i in range(12)] == want
+
+
 def test_a_store_that_raises_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with plane() as p, caplog.at_level(logging.WARNING, logger="kvtier"):
         want = store_chain(p, 2)
