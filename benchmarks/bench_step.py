@@ -52,7 +52,7 @@ def run(quick: bool) -> list[Result]:
     if not torch.cuda.is_available():
         print("step: needs a CUDA device")
         return []
-    model, turns = Attention(), 20 if quick else 60
+    model, turns = Attention(), 20 if quick else 48
     results: list[Result] = []
     for name, ratios in (("8 layers", OWN), ("43 layers", WHOLE)):
         layout = swa_c4_c128(layer_ratios=ratios)

@@ -42,7 +42,7 @@ def run(quick: bool, where: str | None = None) -> list[Result]:
     own under ``where`` ("build" if None), and are deleted."""
     on_gpu = torch.cuda.is_available()
     lengths = LENGTHS if on_gpu else (512, 1024)
-    repeats = 5 if quick else 15
+    repeats = 5 if quick else 13
     layout = swa_c4_c128(layer_ratios=V4_RATIOS if on_gpu else (0, 4, 128))
     results: list[Result] = []
     for tokens in lengths:
