@@ -1,5 +1,7 @@
-"""A kernel that writes one value past its buffer, for ``scripts/sanitize.sh``: what looks for such
-writes has to tell this one."""
+"""A kernel that writes past its buffer, for ``scripts/sanitize.sh``: what looks for such writes has
+to tell this one.  The argument is how many values past."""
+
+import sys
 
 import torch
 import triton
@@ -7,12 +9,12 @@ import triton.language as tl
 
 
 @triton.jit
-def _one_too_many(target, size, BLOCK: tl.constexpr):
+def _write_past(target, past, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    tl.store(target + at, at, mask=at <= size)
+    tl.store(target + past + at, at)
 
 
 if __name__ == "__main__":
-    target = torch.zeros(1 << 19, dtype=torch.int32, device="cuda")  # an allocation of its own
-    _one_too_many[(1,)](target[-100:], 100, BLOCK=128)
+    target = torch.zeros(3_000_001, dtype=torch.int32, device="cuda")
+    _write_past[(1,)](target[-32:], int(sys.argv[1]), BLOCK=32)
     torch.cuda.synchronize()

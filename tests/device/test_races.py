@@ -21,10 +21,11 @@ from kvtier import LeaseState, OutOfPages, Tier
 from kvtier.core.ops import OpKind
 from kvtier.data import records, transfer
 from kvtier.data.arrivals import Arrival
+from kvtier.data.batches import is_live
 from kvtier.data.copier import Copier
 from kvtier.data.jobs import Job
-from kvtier.data.records import Loader, Packer, is_live
-from kvtier.data.streams import Lane
+from kvtier.data.records import Loader, Packer
+from kvtier.data.streams import CudaStreams, Lane
 from tests.device.byte_model import LAYOUTS, POISON, DeviceModel, prompt, sized
 from tests.device.traffic import Traffic
 
@@ -356,8 +357,8 @@ def test_streams_are_late_in_every_combination(layout: str, device: str, tmp_pat
             model.cache.clear().result(timeout=60)
 
 
-def gathers_at_once(packer: Packer, parts: Any, slots: Any, fences: Any) -> Any:
-    return GATHER(packer, parts, slots, ())
+def gathers_at_once(packer: Packer, batch: Any, fences: Any) -> Any:
+    return GATHER(packer, batch, ())
 
 
 def loads_at_once(loader: Loader, parts: Any, places: Any, rows: Any, fences: Any) -> Any:
@@ -380,11 +381,11 @@ class Over:
         return None
 
 
-def drains_at_once(packer: Packer, parts: Any, slots: Any, gathered: Any) -> Any:
+def drains_at_once(packer: Packer, batch: Any, gathered: Any) -> Any:
     on: Callable[..., AbstractContextManager[None]] = packer._streams.on
     packer._streams.on = lambda lane, after=(): on(lane, ())  # type: ignore[method-assign]
     try:
-        return DRAIN(packer, parts, slots, gathered)
+        return DRAIN(packer, batch, gathered)
     finally:
         packer._streams.on = on  # type: ignore[method-assign]
 
@@ -484,52 +485,47 @@ def test_a_page_is_written_to_only_once_others_have_queued_their_copies(
 # --------------------------------------------------------------------------- several streams
 
 
-@on_gpu
-@all_layouts
-def test_pages_pass_from_one_compute_stream_to_another(layout: str, device: str) -> None:
+def pages_pass_on(model: DeviceModel) -> None:
     """What a step still reads on its stream is not overwritten by its next owner's on another."""
-    with served(layout, device, gpu=4) as model:
-        a, b = torch.cuda.Stream(), torch.cuda.Stream()
-        c, layer = model.places[0]
-        tokens, other = tokens_of(model, 2.5), tokens_of(model, 2.5, seed=1)
-        with torch.cuda.stream(a):
-            lease = compute(model, tokens, write=False)
+    a, b = torch.cuda.Stream(), torch.cuda.Stream()
+    c, layer = model.places[0]
+    tokens, other = tokens_of(model, 2.5), tokens_of(model, 2.5, seed=1)
+
+    def held(pages: list[int]) -> torch.Tensor:
+        bytes_: torch.Tensor = model.pool._storage[c.name, layer][pages].clone()
+        return bytes_
+
+    with torch.cuda.stream(a):
+        with compute(model, tokens, write=False) as lease:
+            pages = lease.block_table()[:2].tolist()
             with model.cache.step([(lease, [5])]) as step:
                 model.write(step)
                 pause(model, LONG_S)
-                pages = lease.block_table()[:2].tolist()
-                read = model.pool._storage[c.name, layer][pages].clone()
-            lease.release()
-        with torch.cuda.stream(b):
-            lease = compute(model, other, write=False)
+                read = held(pages)
+    with torch.cuda.stream(b):
+        with compute(model, other, write=False) as lease:
             assert set(pages) <= set(lease.block_table().tolist()), "the scene is another one"
             model.check(lease)
-            now = model.pool._storage[c.name, layer][pages].clone()
-            lease.release()
-        a.synchronize()
-        with torch.cuda.stream(a):
-            again = compute(model, tokens, write=False)
-            model.check(again)
-            fresh = again.block_table()[:2].tolist()
-            want = model.pool._storage[c.name, layer][fresh].clone()
-            again.release()
-        torch.cuda.synchronize()
-        assert torch.equal(read, want)
-        assert not torch.equal(now, want)
+            now = held(pages)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(a):
+        with compute(model, tokens, write=False) as lease:
+            model.check(lease)
+            want = held(lease.block_table()[:2].tolist())
+    torch.cuda.synchronize()
+    assert not torch.equal(now, want)
+    assert torch.equal(read, want)
 
 
-@on_gpu
-@all_layouts
-@pytest.mark.parametrize("named", [True, False])
-def test_a_fork_goes_on_on_another_stream(layout: str, device: str, named: bool) -> None:
+def a_fork_goes_on(model: DeviceModel, *, named: bool = False) -> None:
     """Its partial page and its tail are copied on the stream that was fenced last."""
-    with served(layout, device) as model:
-        a, b = torch.cuda.Stream(), torch.cuda.Stream()
-        tokens = tokens_of(model, 2.5)
-        with torch.cuda.stream(b):
-            lease = compute(model, tokens, write=False)
-            pause(model, LONG_S)
-            kid = lease.fork()
+    a, b = torch.cuda.Stream(), torch.cuda.Stream()
+    tokens = tokens_of(model, 2.5)
+    with torch.cuda.stream(b):
+        lease = compute(model, tokens, write=False)
+        pause(model, LONG_S)
+        kid = lease.fork()
+    with lease, kid:
         with torch.cuda.stream(a):
             with model.cache.step([(kid, [1, 2, 3])], stream=a if named else None) as step:
                 model.write(step)
@@ -537,8 +533,43 @@ def test_a_fork_goes_on_on_another_stream(layout: str, device: str, named: bool)
         with torch.cuda.stream(b):
             model.check(lease)
             model.check(kid)
-        lease.release()
-        kid.release()
+
+
+@on_gpu
+@all_layouts
+def test_pages_pass_from_one_compute_stream_to_another(layout: str, device: str) -> None:
+    with served(layout, device, gpu=4) as model:
+        pages_pass_on(model)
+
+
+@on_gpu
+@all_layouts
+@pytest.mark.parametrize("named", [True, False])
+def test_a_fork_goes_on_on_another_stream(layout: str, device: str, named: bool) -> None:
+    with served(layout, device) as model:
+        a_fork_goes_on(model, named=named)
+
+
+def fences_without_waiting(streams: CudaStreams, stream: Any) -> None:
+    stream = stream or torch.cuda.current_stream()
+    event = torch.cuda.Event()
+    event.record(stream)
+    with streams._lock:
+        streams._compute = stream
+        streams._fences[stream.cuda_stream] = event
+
+
+@on_gpu
+@pytest.mark.parametrize("layout", ["mla", "v4"])
+@pytest.mark.parametrize("scene", [pages_pass_on, a_fork_goes_on])
+def test_streams_that_do_not_wait_for_each_other_show(
+    layout: str, device: str, scene: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaStreams, "fence", fences_without_waiting)
+    with served(layout, device, gpu=4) as model:
+        with pytest.raises(AssertionError):
+            scene(model)
+        torch.cuda.synchronize()
 
 
 # --------------------------------------------------------------------------- those who go away
