@@ -19,7 +19,7 @@ from kvtier.core.ops import Part
 from kvtier.data.arrivals import Arrival, Arrivals
 from kvtier.data.batches import DST, Place
 from kvtier.data.jobs import Job, Turns, Workers
-from kvtier.data.records import LayerPiece, Loader, Packer
+from kvtier.data.records import LayerLoad, Loader, Packer
 from kvtier.data.staging import Slots
 from kvtier.data.streams import Event, Fences, Streams
 
@@ -111,8 +111,13 @@ class Copier:
     def load_layers(self, job: Job, start: int, parts: Sequence[Part]) -> None:
         """Queue those parts of an early RESTORE whose records lie in host frames, all of them one
         layer after the other.  Takes over the caller's share of the job."""
-        pieces = self._loader.layer_pieces(parts)
-        self.turns.submit(LOADS, _LoadLayers(self, job, start, parts, pieces))
+        load = None
+        with self._guard(job, start):
+            load = self._loader.layers(parts)
+        if load is None:
+            job.end_share()
+        else:
+            self.turns.submit(LOADS, _LoadLayers(self, job, start, parts, load))
 
     # Device -> host
 
@@ -231,31 +236,27 @@ class Copier:
             self._await(task.job, task.start, loaded, own, task.over, task.job.end_share)
         return True
 
-    def _load_piece(self, task: "_LoadLayers") -> bool:
+    def _load_group(self, task: "_LoadLayers") -> bool:
         """Queue the next layers; whether there are more."""
-        job, piece, loaded = task.job, task.pieces[task.at], None
-        rows = self._landing.take(piece.slots, piece.slots)
-        assert rows is not None, "not ready"
+        job, group, loaded = task.job, task.load.groups[task.at], None
         try:
             if task.start < job.delivered:
                 with self._guard(job, task.start):
-                    loaded = self._loader.load_layers(piece, rows, job.fences)
+                    loaded = self._loader.load_layers(task.load, group, job.fences)
         finally:
             if loaded is None:
-                self._landing.give(rows)
                 for event in task.layers.values():  # these pages are about to change hands
                     event.synchronize()
                 job.end_share()
         if loaded is None:
             return False
         task.at += 1
-        task.layers.update(dict.fromkeys(piece.group.layers, loaded))
-        if task.at < len(task.pieces):
-            self._await(job, task.start, loaded, rows)
+        task.layers.update(dict.fromkeys(group.layers, loaded))
+        if task.at < len(task.load.groups):
             return True
         arrival = self._loader.arrival(task.parts, None, loaded, task.layers)
         self._end_early(job, arrival)
-        self._await(job, task.start, loaded, rows, arrival.over)
+        self._await(job, task.start, loaded, [], arrival.over)
         return False
 
     def _end_early(self, job: Job, arrival: Arrival) -> None:
@@ -450,9 +451,9 @@ class _LoadLayers:
     job: Job
     start: int
     parts: Sequence[Part]
-    pieces: Sequence[LayerPiece]
+    load: LayerLoad
     at: int = 0
-    """Pieces before this one are queued."""
+    """Groups before this one are queued."""
     layers: dict[int, Event] = field(default_factory=dict)
     """Behind what is queued of each layer."""
     deadline: float | None = None
@@ -461,7 +462,7 @@ class _LoadLayers:
         return False
 
     def ready(self) -> bool:
-        return self.copier._landing.free >= self.pieces[self.at].slots
+        return True  # it needs no landing rows
 
     def run(self) -> bool:
-        return self.copier._load_piece(self)
+        return self.copier._load_group(self)

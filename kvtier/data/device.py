@@ -5,7 +5,7 @@ Owns the tensors and says where a frame's bytes lie.  Knows nothing of ops, stre
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +30,7 @@ class LayerGroup:
     """Some layers of a history page, and where they lie in its packed record."""
 
     layers: tuple[int, ...]
-    runs: tuple[tuple[Sections, int, int], ...]
-    """For each component its sections of these layers, their first byte and how many they are."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(size for _, _, size in self.runs)
+    sections: Sections
 
 
 class DevicePool:
@@ -135,14 +130,13 @@ class DevicePool:
     def layer_group(self, start: int, stop: int) -> LayerGroup:
         """Of the layers that have history those from number ``start`` to ``stop``."""
         layers = self._layers[start:stop]
-        runs = []
-        for _, pieces in groupby(enumerate(self._pieces), key=lambda it: it[1][0]):
-            some = [(i, at, size) for i, (_, layer, at, size) in pieces if layer in layers]
-            if some:
-                (first, at, _), (last, *_) = some[0], some[-1]
-                size = sum(size for _, _, size in some)
-                runs.append((self.history.between(first, last + 1), at, size))
-        return LayerGroup(layers, tuple(runs))
+        found = [
+            (storage, at)
+            for (_, layer, _, _), (storage, at, _) in zip(self._pieces, self.history, strict=True)
+            if layer in layers
+        ]
+        storages, offsets = zip(*found, strict=True)
+        return LayerGroup(layers, Sections(storages, offsets))
 
     def spans(self, kind: Kind, frames: Sequence[int], *, live: bool) -> Spans:
         """Where a packed record of this kind lies, in record order; a number stands for bytes

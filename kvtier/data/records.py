@@ -4,7 +4,7 @@ back into pages.
 Runs on whichever thread calls; knows streams and frames, but not ops, callbacks or queues.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,19 +13,30 @@ import torch
 
 from kvtier.core.ops import Part
 from kvtier.data.arrivals import NO_LAYERS, Arrival
-from kvtier.data.batches import DST, SRC, Batch, Place, Sizes, by_arena, by_sections, is_live, split
+from kvtier.data.batches import (
+    DST,
+    SRC,
+    Batch,
+    Place,
+    Sizes,
+    by_arena,
+    by_sections,
+    is_live,
+    numbers_of,
+    split,
+)
 from kvtier.data.device import DevicePool, LayerGroup
 from kvtier.data.host import HostArena
-from kvtier.data.rows import copy_pieces, copy_rows
+from kvtier.data.rows import addresses, as_rows, copy_pieces, copy_rows, in_one_call
 from kvtier.data.staging import Slots, Staging
 from kvtier.data.streams import Event, Fences, Lane, Streams
 from kvtier.errors import StoreError
-from kvtier.kernels.pack import pack_pages, pack_tails, unpack_pages, unpack_pieces, unpack_tails
+from kvtier.kernels.pack import pack_pages, pack_tails, unpack_pages, unpack_tails
 from kvtier.seams import Read, Record, Store
 from kvtier.types import Tier
 
 __all__ = [
-    "LayerPiece",
+    "LayerLoad",
     "Loader",
     "Packer",
     "Reader",
@@ -38,8 +49,9 @@ LAYERS_BYTES = 32 << 20
 """Layers that come one after the other do so in groups of at least this size, the first of a few
 at least of that, from where it doubles: a group takes the interpreter 0.3 ms, a copy of 8 MB half
 as long."""
-LAYERS_SHARE = 3
-"""This part of the landing buffer takes one piece of a group at a time."""
+PIECE_BYTES = 32 << 10
+"""Where a layer of a page is smaller than that, pages come whole: a copy of its own costs the
+interpreter 0.5 us, in which the engine copies 27 KB."""
 
 
 def copy_part(pool: DevicePool, part: Part) -> None:
@@ -195,17 +207,14 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerPiece:
-    """Some layers of some history pages."""
+class LayerLoad:
+    """History pages that come layer by layer."""
 
-    group: LayerGroup
     pages: npt.NDArray[np.int64]
     frames: npt.NDArray[np.int64]
     """Host frames of these pages."""
-    slots: int
-    """Landing slots they take,"""
-    a_slot: int
-    """and how many of them fit one."""
+    groups: Sequence[LayerGroup]
+    """Some layers at a time."""
 
 
 class Loader:
@@ -254,61 +263,45 @@ class Loader:
                 copy_part(self._pool, part)
         return self._streams.mark(Lane.LOAD)
 
-    def layer_pieces(self, parts: Sequence[Part]) -> list[LayerPiece]:
-        """History pages in host frames as they are to come: layer by layer, some layers at a time,
-        and where these are too many bytes at once some pages at a time."""
+    def by_layer(self) -> bool:
+        """Whether history pages can come layer by layer."""
+        sections = self._pool.history.storages
+        if self._pool.device.type == "cpu":
+            return self._pool.num_layers > 1
+        smallest = min(storage.shape[1] for storage in sections)
+        return self._pool.num_layers > 1 and smallest >= PIECE_BYTES and in_one_call()
+
+    def layers(self, parts: Sequence[Part]) -> LayerLoad:
+        """History pages in host frames as they are to come.  Raises IndexError for what is not
+        there: once this has returned only the device can fail."""
         batch = Batch(self._sizes, self._host, parts, list(map(SRC, parts)), source=False)
-        assert batch.pages is not None
+        pages = as_rows(numbers_of(map(DST, parts)), self._pool.history.num_pages[0])
+        frames = as_rows(batch.frames, self._host.num_frames)
         layers, size = self._pool.num_layers, self._sizes.page * len(parts)
+        groups: list[LayerGroup] = []
         start, least = 0, FIRST_LAYERS_BYTES
-        pieces: list[LayerPiece] = []
         while start < layers:
-            count = 1  # powers of two, so that there are few different groups
-            while count * size < least * layers:
-                count *= 2
-            group = self._pool.layer_group(start, start + count)
-            pieces += self._pieces(group, batch)
-            start, least = start + count, min(2 * least, LAYERS_BYTES)
-        return pieces
+            stop = start + max(1, -(-least * layers // size))
+            groups.append(self._pool.layer_group(start, stop))
+            start, least = stop, min(2 * least, LAYERS_BYTES)
+        return LayerLoad(pages, frames, groups)
 
-    def _pieces(self, group: LayerGroup, batch: Batch) -> Iterator[LayerPiece]:
-        pages, frames = np.asarray(batch.pages), batch.frames
-        if self._pool.device.type == "cpu":
-            yield LayerPiece(group, pages, frames, 0, 1)
-            return
-        a_slot = self._sizes.frame // group.bytes
-        most = max(1, self._landing.num_slots // LAYERS_SHARE) * a_slot
-        for at in range(0, len(pages), most):
-            some = pages[at : at + most]
-            yield LayerPiece(group, some, frames[at : at + most], -(-len(some) // a_slot), a_slot)
+    def load_layers(self, load: LayerLoad, group: LayerGroup, fences: Fences) -> Event:
+        """Bring some layers from their host frames; behind the event they are there.
 
-    def load_layers(self, piece: LayerPiece, slots: Sequence[int], fences: Fences) -> Event:
-        """Bring some layers of history pages from their host frames, by way of these landing slots;
-        behind the event they are there, and nothing reads the frames and slots any more."""
-        pages, frames = piece.pages, self._host.frames
-        if self._pool.device.type == "cpu":
-            with self._streams.on(Lane.LOAD, fences):
-                for sections, _, _ in piece.group.runs:
-                    unpack_pages(sections, pages, frames, piece.frames)
-                return self._streams.mark(Lane.LOAD)
-        width = self._sizes.frame // piece.a_slot // 16 * 16 or self._sizes.frame // piece.a_slot
-        if width < piece.group.bytes:
-            width = piece.group.bytes
-        index = np.arange(len(pages))
-        landing = self._landing.frames
-        starts = np.array(slots)[index // piece.a_slot] * landing.stride(0)
-        starts += index % piece.a_slot * width
-        with self._streams.on(Lane.FETCH):
-            at = starts
-            for _, first, size in piece.group.runs:
-                copy_pieces(frames, piece.frames * frames.stride(0) + first, landing, at, size)
-                at = at + size
-            fetched = self._streams.mark(Lane.FETCH)
-        with self._streams.on(Lane.LOAD, (fetched, *fences)):
-            at = starts
-            for sections, first, size in piece.group.runs:
-                unpack_pieces(sections, pages, landing.view(-1), at - first)
-                at = at + size
+        The sections of a page are where they belong after one copy each, with no landing buffer
+        that would have to be waited for."""
+        frames = self._host.frames
+        with self._streams.on(Lane.LOAD, fences):
+            if self._pool.device.type == "cpu":
+                unpack_pages(group.sections, load.pages, frames, load.frames)
+            else:
+                copy_pieces(
+                    [addresses(storage, load.pages) for storage, _, _ in group.sections],
+                    [addresses(frames, load.frames) + at for _, at, _ in group.sections],
+                    [storage.shape[1] for storage, _, _ in group.sections],
+                    self._pool.device,
+                )
             return self._streams.mark(Lane.LOAD)
 
     def arrival(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Rows", "as_rows", "copy_pieces", "copy_rows"]
+__all__ = ["Rows", "addresses", "as_rows", "copy_pieces", "copy_rows", "in_one_call"]
 
 Rows = Sequence[int] | npt.NDArray[np.int64]
 """Numbers of rows or frames.  As an array they cost a thousandth of a loop over them."""
@@ -68,38 +68,38 @@ def copy_rows(
 
 
 def copy_pieces(
-    source: torch.Tensor,
-    source_starts: npt.NDArray[np.int64],
-    target: torch.Tensor,
-    target_starts: npt.NDArray[np.int64],
-    size: int,
+    targets: Sequence[npt.NDArray[np.int64]],
+    sources: Sequence[npt.NDArray[np.int64]],
+    sizes: Sequence[int],
+    device: torch.device,
 ) -> None:
-    """``size`` bytes from each of these places of ``source`` to that of ``target``.
-
-    Both are contiguous uint8, and places count their bytes from the first.  Streams as for
-    ``copy_rows``.  The caller has checked the places.
-    """
-    assert source.is_contiguous() and target.is_contiguous()
-    device = target.device if source.device.type == "cpu" else source.device
-    batch = _batch_copy() if device.type == "cuda" else None
-    if batch is None:
-        there, here = source.view(-1), target.view(-1)
-        for src, dst in zip(source_starts.tolist(), target_starts.tolist(), strict=True):
-            here[dst : dst + size].copy_(there[src : src + size], non_blocking=True)
-        return
+    """``sizes[i]`` bytes from each of the addresses ``sources[i]`` to that of ``targets[i]``, all
+    in one call.  Only where ``in_one_call``; streams as for ``copy_rows``."""
+    batch = _batch_copy()
+    assert batch is not None
     batch(
-        (target_starts + target.data_ptr()).astype(np.uint64),
-        (source_starts + source.data_ptr()).astype(np.uint64),
-        np.full(len(source_starts), size, np.uint64),
+        np.concatenate(targets).astype(np.uint64),
+        np.concatenate(sources).astype(np.uint64),
+        np.repeat(np.array(sizes, np.uint64), [len(some) for some in sources]),
         torch.cuda.current_stream(device).cuda_stream,
     )
+
+
+def in_one_call() -> bool:
+    """Whether the driver takes many copies at once."""
+    return _batch_copy() is not None
 
 
 Addresses = npt.NDArray[np.uint64]
 
 
+def addresses(there: torch.Tensor, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where these rows begin."""
+    return rows * there.stride(0) + there.data_ptr()
+
+
 def _addresses(there: torch.Tensor, rows: npt.NDArray[np.int64]) -> Addresses:
-    return (rows * there.stride(0) + there.data_ptr()).astype(np.uint64)
+    return addresses(there, rows).astype(np.uint64)
 
 
 class _Location(ctypes.Structure):
@@ -119,22 +119,28 @@ IN_STREAM_ORDER = 1
 """Sources are read when the stream gets there, not before."""
 
 
+RELEASE_FROM = 128
+"""Copies in one call from which on other threads may run meanwhile: it takes 0.5 us a copy, and to
+get the interpreter back takes longer than a short call."""
+
+
 @cache
 def _batch_copy() -> Callable[[Addresses, Addresses, Addresses, int], None] | None:
     """The driver's copy of many runs at once; None before CUDA 13."""
     try:
-        # torch has loaded it.  PyDLL: a call takes less than it does to get the interpreter back.
-        call = ctypes.PyDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
+        # torch has loaded it.
+        calls = [of("libcuda.so.1").cuMemcpyBatchAsync_v2 for of in (ctypes.PyDLL, ctypes.CDLL)]
     except (OSError, AttributeError):
         return None
     address, size = ctypes.c_void_p, ctypes.c_size_t
-    call.argtypes = (address, address, address, size, address, address, size, address)
-    call.restype = ctypes.c_int
+    for call in calls:
+        call.argtypes = (address, address, address, size, address, address, size, address)
+        call.restype = ctypes.c_int
 
     def copy(targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         attributes = _Attributes(source_order=IN_STREAM_ORDER)
         first = size(0)  # the attributes hold from the first copy on
-        status = call(
+        status = calls[len(sizes) >= RELEASE_FROM](
             targets.ctypes.data,
             sources.ctypes.data,
             sizes.ctypes.data,

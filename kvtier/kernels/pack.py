@@ -26,7 +26,6 @@ __all__ = [
     "pack_pages",
     "pack_tails",
     "unpack_pages",
-    "unpack_pieces",
     "unpack_tails",
 ]
 
@@ -54,8 +53,6 @@ class Sections:
     """Pages there are to choose from, of each member; of one without sections any number."""
     _chunks: "dict[int, Chunks]" = field(default_factory=dict, init=False, repr=False)
     """Device tables by bytes of a record's row, made when first used."""
-    _whole: "tuple[Sections, int] | None" = field(default=None, repr=False)
-    """What these are a part of, and which section of it is their first."""
 
     def __post_init__(self) -> None:
         if not self.members:
@@ -72,11 +69,6 @@ class Sections:
             for member in range(1 + max(self.members, default=0))
         ]
         object.__setattr__(self, "num_pages", tuple(count))
-
-    def between(self, start: int, stop: int) -> "Sections":
-        """Some of the sections of a record of one page, at the same places of it."""
-        assert not any(self.members)
-        return Sections(self.storages[start:stop], self.offsets[start:stop], _whole=(self, start))
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """(storage, offset, member) of each section."""
@@ -123,33 +115,6 @@ def unpack_pages(sections: Sections, pages: Ints, records: torch.Tensor, rows: I
     for storage, at, _ in sections:
         part = records[:, at : at + storage.shape[1]]
         storage.index_copy_(0, page_ids, part.index_select(0, row_ids))
-
-
-def unpack_pieces(
-    sections: Sections, pages: Ints, records: torch.Tensor, starts: npt.NDArray[np.int64]
-) -> None:
-    """Scatter what is there of some records: page ``pages[i]`` becomes what the record that begins
-    at byte ``starts[i]`` of ``records`` holds.
-
-    ``records`` is uint8 (bytes,).  Only the bytes of the sections have to lie in it: a record may
-    begin before it.  Otherwise as ``unpack_pages``.
-    """
-    (num_pages,) = sections.num_pages
-    first = min(sections.offsets)
-    if not _within(pages, num_pages) or not _within(
-        starts + first, records.numel() - (sections.record_bytes - first) + 1
-    ):
-        raise IndexError(f"pages {pages} of {num_pages}, starts {starts} of {records.numel()}")
-    if _one_launch(records.device):
-        from kvtier.kernels.triton_pack import move
-
-        whole, at = sections._whole or (sections, 0)
-        chunks = _chunks(whole, whole.record_bytes).between(at, at + len(sections.storages))
-        move(chunks, pages, records, starts, unpack=True)
-        return
-    for storage, at, _ in sections:
-        for page, start in zip(pages, starts.tolist(), strict=True):
-            storage[page] = records[start + at : start + at + storage.shape[1]]
 
 
 def pack_tails(

@@ -39,13 +39,6 @@ class Chunks:
     """Page numbers of an item."""
     rows: int
     """Rows of a record."""
-    firsts: tuple[int, ...] = ()
-    """The first chunk of each section, and how many there are."""
-
-    def between(self, start: int, stop: int) -> "Chunks":
-        """Of some of the sections, where a record has one row."""
-        assert self.rows == 1
-        return Chunks(self.table[self.firsts[start] : self.firsts[stop]], self.members, 1)
 
 
 def cut(sections: "Sections", row_bytes: int) -> Chunks:
@@ -54,7 +47,6 @@ def cut(sections: "Sections", row_bytes: int) -> Chunks:
     Blocks until the table is on the device, so that any stream may read it.
     """
     lines: list[tuple[int, ...]] = []
-    firsts = [0]
     for storage, offset, member in zip(
         sections.storages, sections.offsets, sections.members, strict=True
     ):
@@ -65,13 +57,11 @@ def cut(sections: "Sections", row_bytes: int) -> Chunks:
             length = min(CHUNK, size - done, row_bytes - start)
             lines.append((address + done, storage.stride(0), row, start, length, member))
             done += length
-        firsts.append(len(lines))
     device = sections.storages[0].device
     return Chunks(
         table=torch.tensor(lines, dtype=torch.int64, device=device),
         members=1 + max(sections.members),
         rows=-(-sections.record_bytes // row_bytes),
-        firsts=tuple(firsts),
     )
 
 
@@ -86,8 +76,8 @@ def move(
     """Gather records from pages or (``unpack``) scatter them, all of them in one launch.
 
     ``pages`` are the page numbers of one item after the other, ``rows`` likewise their rows of
-    ``records``, uint8 (any, row bytes) with adjacent bytes, or the bytes at which they begin where
-    it is (bytes,).  A page of -1 reads as zeros and is not written.
+    ``records``, uint8 (any, row bytes) with adjacent bytes.  A page of -1 reads as zeros and is
+    not written.
     """
     _over_chunks(
         _unpack if unpack else _pack, chunks, pages, (records.data_ptr(), records.stride(0)), rows

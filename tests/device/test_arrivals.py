@@ -147,7 +147,7 @@ def test_each_layer_is_there_when_it_has_been_waited_for(late: LateDevice) -> No
         assert set(p.page(11)) == {0xFF}, "it ended early, and nothing has come"
         (arrival,) = p.pool.arriving(ids(-1, 9, 3))
         for layer in range(LAYERS):
-            late.let(2)  # keys and values
+            late.let(1)
             arrival.wait(layer)
             for page in range(4):
                 for other in range(LAYERS):
@@ -262,7 +262,7 @@ def test_what_cannot_be_queued_fails_the_op_and_is_nowhere_expected(
     calls = iter(range(10))
 
     def fails(*args: Any) -> None:
-        if next(calls) == 3:  # the second layer
+        if next(calls) == 1:  # the second layer
             raise RuntimeError("lost")
         late.unpack(*args)
 
@@ -279,6 +279,16 @@ def test_what_cannot_be_queued_fails_the_op_and_is_nowhere_expected(
         assert isinstance(end.error, RuntimeError)
         assert layer_bytes(p, 8, 0) == want[1][0]
         assert not p.pool.arriving(ids(7, 8))
+
+
+def test_frames_that_are_not_there_fail_it_before_anything_is_queued(late: LateDevice) -> None:
+    with running(late) as p:
+        packed(p, 1)
+        for part in (up(0, 12), up(0, -1), up(12, 0), up(-1, 0)):
+            end = p.start(OpKind.RESTORE, up(0, 3), part)
+            assert end.delivered == 0
+            assert isinstance(end.error, IndexError)
+        assert late.tasks.empty()
 
 
 def test_close_waits_for_what_is_on_the_way(late: LateDevice) -> None:
@@ -420,10 +430,11 @@ def test_layers_on_a_gpu_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def sleepy(*args: Any) -> None:
         torch.cuda._sleep(rng.randrange(1, 20_000_000))  # type: ignore[no-untyped-call]
-        unpack_pieces(*args)
+        copy_pieces(*args)
 
-    unpack_pieces = records.unpack_pieces
-    monkeypatch.setattr(records, "unpack_pieces", sleepy)
+    copy_pieces = records.copy_pieces
+    monkeypatch.setattr(records, "copy_pieces", sleepy)
+    monkeypatch.setattr(records, "PIECE_BYTES", 1)
     layout = gqa(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", page_tokens=16)
     with plane(layout, Geometry(**{**GEOMETRY_FIELDS, "gpu_pages": 24}), device="cuda") as p:
         early = 0

@@ -6,7 +6,6 @@ with what it was.
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 
@@ -284,31 +283,3 @@ def test_a_pool_beyond_two_gigabytes() -> None:
     for page, want in zip(far, kept, strict=True):
         assert torch.equal(storage[page], want)
         assert page == 0 or page - 1 in far or storage[page - 1].eq(0xFF).all()
-
-
-@pytest.mark.parametrize("launch", [True, False])
-@pytest.mark.parametrize("between", [(0, 9), (2, 5), (8, 9)])
-def test_some_sections_of_records_that_begin_anywhere(
-    launch: bool, between: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also before the first byte and past the last: only what the sections hold has to be there."""
-    monkeypatch.setattr(pack, "_one_launch", lambda _: launch)
-    whole = sections(WIDTHS, pages=5, seed=3)
-    some = whole.between(*between)
-    first = some.offsets[0]
-    length = some.record_bytes - first
-    held = noise(3 * length + 7, seed=8)
-    pages, starts = [4, 0, 3], np.array([7, 2 * length + 7, length + 7]) - first
-    before = [base(storage) for storage in whole.storages]
-    pack.unpack_pieces(some, np.array(pages), held, starts)
-    for i, (storage, was, at) in enumerate(zip(whole.storages, before, whole.offsets, strict=True)):
-        want = was.view(storage.shape).clone()
-        if between[0] <= i < between[1]:
-            for page, start in zip(pages, starts.tolist(), strict=True):
-                want[page] = held[start + at :][: storage.shape[1]].cpu()
-        assert torch.equal(storage.cpu(), want)
-    for bad in (starts - 8, starts + length):
-        with pytest.raises(IndexError):
-            pack.unpack_pieces(some, np.array(pages), held, bad)
-    with pytest.raises(IndexError):
-        pack.unpack_pieces(some, np.array([0, 5, 1]), held, starts)
