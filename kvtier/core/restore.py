@@ -191,7 +191,10 @@ class Restore:
         op_id = operations.next_id()
         moves = self._moves(rec, last, op_id)
         if checkpoint is not None:
-            moves.append(self._tail_move(rec, checkpoint))
+            lifted: list[Move] = []
+            if rec.costs is not None:  # a read that hangs must not hold a state slot
+                lifted = self._lift_checkpoint(rec.nodes[-1], op_id)
+            moves += lifted or [self._tail_move(rec, checkpoint)]
         moves += parked
         if parked:
             assert rec.parked is not None
@@ -210,8 +213,9 @@ class Restore:
         return ops
 
     def _by_stage(self, rec: LeaseRecord, missing: list[Node]) -> list[list[Node]]:
-        """The pages of each RESTORE, the last of which also brings the tail: all in one, unless
-        the lease may have to settle for what the first ones have brought."""
+        """The pages of each RESTORE, the last of which also brings the tail (from the disk to the
+        host only: planning again takes it from there): all in one, unless the lease may have to
+        settle for what the first ones have brought."""
         if rec.costs is None:
             return [missing]
         res = self.residency
@@ -333,7 +337,7 @@ class Restore:
             rec.owned = [False] * len(rec.frames)
             self.activate(rec)
             return []
-        path, rec.dear = rec.nodes, 0
+        path = rec.nodes
         if rec.give_up:
             good = next((i for i, c in enumerate(copies) if c is None or not c.ready), len(copies))
             rec.limit = min(rec.limit, good if good < len(copies) else good - 1)

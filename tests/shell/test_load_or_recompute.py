@@ -277,6 +277,26 @@ def test_a_disk_is_used_again_once_it_is_quick_again(name: str) -> None:
         assert took < 0.15 * seconds(tokens)
 
 
+def test_a_read_that_hangs_holds_no_state_slot() -> None:
+    """Every lease there may be is open, and one of them waits for a disk that serves nothing."""
+    tokens = prompt_of(PAGES)
+    with world(LAYOUTS["tailed"], lambda now: 100 * PAGES_PER_S) as w:
+        for _ in range(2):
+            w.request(tokens, WEIGHED)
+            w.to_disk_only()
+        others = [w.cache.lease([n], read=False) for n in range(3)]
+        w.pass_time(w.now)
+        w.speed = lambda now: 0.0
+        for _ in range(2):
+            start = w.now
+            with w.cache.lease(tokens, restore=WEIGHED) as lease:
+                assert w.ready(lease) == 0
+                assert w.now - start <= 0.05 * seconds(tokens)
+        assert w.cache.stats().dear_tokens > 2 * 0.85 * PAGES * PAGE
+        for other in others:
+            other.release()
+
+
 # --------------------------------------------------------------------------- modes
 
 
@@ -338,6 +358,18 @@ def test_a_time_limit_settles_for_what_has_arrived(rate: float | None) -> None:
         w.idle()  # what was still under way has arrived meanwhile, for the next
         with w.cache.lease(tokens, restore=policy) as lease:
             assert w.ready(lease) == PAGES * PAGE
+
+
+def test_what_the_host_brings_is_waited_for() -> None:
+    tokens = prompt_of(PAGES)
+    with world(speed=lambda now: 0.0) as w:
+        w.request(tokens, WEIGHED)
+        w.pass_time(w.now)
+        w.cache.evict(Tier.GPU, 1 << 20)
+        with w.cache.lease(tokens, restore=RestorePolicy("timeout", timeout_s=0.0)) as lease:
+            w.cache._pump.settle_late()
+            assert w.ready(lease) == PAGES * PAGE
+            assert lease.restored[Tier.CPU] == PAGES * PAGE
 
 
 def test_a_lease_released_early_has_no_deadline() -> None:

@@ -92,7 +92,7 @@ def test_every_stage_can_fail(
         if at.disk:
             wait = seconds_to(at, costs, more)
             left = (tokens - stands * PAGE) * costs.compute_s
-            assert MARGIN * left + wait <= (MARGIN + SLACK) * tokens * costs.compute_s + 1e-9
+            assert MARGIN * left + wait <= MARGIN * (1 + SLACK) * tokens * costs.compute_s + 1e-9
             more += at.checkpoint
         stands = at.pages
 
