@@ -144,7 +144,7 @@ def _rows_of(index: str) -> Rows | None:
     """Rows of an index that is byte for byte what was left, and so needs no further look."""
     try:
         return IndexFile(index).read(compact=False)[0]
-    except (ValueError, OSError):
+    except (ValueError, OSError, MemoryError):  # the index itself will tell, a part at a time
         return None
 
 

@@ -111,7 +111,7 @@ def _judge(index: str, store: bytes, copy: str | None) -> Verdict:
         if is_passing(error):
             raise StoreError(error.errno, f"{index} cannot be inspected: {error}") from error
         return Verdict(UNSOUND, f"{type(error).__name__}: {error}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         return Verdict(UNSOUND, f"{type(error).__name__}: {error}")
     except MemoryError as error:
         raise StoreError(f"{index} cannot be inspected: out of memory") from error
@@ -128,6 +128,8 @@ def _sync(path: str) -> None:
 def _read(path: str, store: bytes, pool: ThreadPoolExecutor, *, compact: bool) -> Verdict:
     file = IndexFile(path)
     about = json.loads(file.meta[b"store"])
+    if not isinstance(about["format"], int):
+        return Verdict(UNSOUND, f"format {about['format']!r}")
     if about["format"] > FORMAT:
         return Verdict(NEWER, str(about["format"]))
     if about["store"] != store.hex():

@@ -499,6 +499,31 @@ def test_damaged_rows_are_told(filled: Path) -> None:
         store.check()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (b"store", b"[" * 1500),
+        (b"store", b"{}"),
+        (b"store", b'{"format": 2.5, "store": ""}'),
+        (b"store", b'{"format": null, "store": ""}'),
+        (b"counters", b"[" * 1500),
+        (b"counters", b"[1]"),
+        (b"counters", b'{"records": "ten"}'),
+        (b"counters", b"\xff"),
+    ],
+)
+def test_a_damaged_description_is_told(filled: Path, name: bytes, value: bytes) -> None:
+    index = str(store_dir(filled) / "index.mdb")
+    env = lmdb.open(index, subdir=False, max_dbs=3, map_size=1 << 24)
+    with env.begin(write=True) as txn:
+        txn.put(name, value, db=env.open_db(b"meta", txn=txn))
+    env.close()
+    assert inspect_in_child(index, STORE).status == UNSOUND
+    with open_store(filled) as store:
+        assert all(fetch(store, RECORDS))
+        store.check()
+
+
 def test_is_clean_compares_the_bytes(filled: Path) -> None:
     from kvtier.stores.directory import names_in
 
