@@ -1,8 +1,9 @@
-"""Sparse attention in triton: a program attends some heads of one query to both its slot lists.
+"""Sparse attention in triton: a program attends the heads of one query to both its slot lists.
 
 Keys are read and unpacked as they are needed, 64 values at a time: once for the scores, once for
-the output.  Nothing is asked of the device; slots past the pool count as none.  The length of a
-list costs what it has slots in it: whole tiles of -1 are passed over.
+the output.  Few queries have their keys shared out among several programs; a second launch joins
+what they found.  Nothing is asked of the device; slots past the pool count as none.  A list costs
+what it has slots in it: whole tiles of -1 are passed over.
 """
 
 import torch
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtier.config import parse_bytes
 from kvtier.kernels.records import Record
 from kvtier.kernels.triton_values import (
     cast,
@@ -25,10 +27,14 @@ from kvtier.kernels.triton_write import adjacent, pool_of
 __all__ = ["sparse_attend"]
 
 DIM = 512
+SPLITS = 16
+"""Programs that share the keys of a query, at most; and..."""
+PROGRAMS = 256
+"""...how many there are to be in all."""
 TILE = 32
 """Keys at a time."""
-HEADS = 16
-"""Heads of one program, at most."""
+HEADS = 64
+"""Heads of one program, at most: they share the keys that it unpacks."""
 
 
 def sparse_attend(
@@ -43,7 +49,7 @@ def sparse_attend(
     extra_slots: Tensor | None = None,
     workspace_bytes: int | str = "512MiB",
 ) -> tuple[Tensor, Tensor]:
-    """``kvtier.kernels.sparse_attend``, for heads of 512 values; it takes no workspace."""
+    """``kvtier.kernels.sparse_attend``, for heads of 512 values."""
     query, sink = adjacent(query), adjacent(sink)
     n, heads, dim = query.shape
     if extra is None or extra_slots is None:
@@ -54,11 +60,21 @@ def sparse_attend(
             f"query {tuple(query.shape)}, sink {tuple(sink.shape)}, slots "
             f"{tuple(window_slots.shape)} and {tuple(extra_slots.shape)}"
         )
+    dot = precision(query, window, record, on_gpu=query.is_cuda)
+    block = min(max(16, triton.next_power_of_2(heads)), HEADS if dot == "bf16" else 16)
+    blocks = triton.cdiv(heads, block)
+    # By the number of queries alone: what is behind the end of a list changes no sum's order.
+    splits = max(1, min(SPLITS, PROGRAMS // max(1, n * blocks)))
+    a_query = splits * heads * (dim + 1) * 4
+    some = max(1, parse_bytes(workspace_bytes, "workspace_bytes") // a_query)
     out = torch.empty(n, heads, dim, dtype=query.dtype, device=query.device)
     lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
-    dot = precision(query, window, record, on_gpu=query.is_cuda)
-    if n:
-        _attend[(n, triton.cdiv(heads, HEADS))](
+    rows = min(n, some) * heads
+    parts = query.new_empty(splits * rows, dim, dtype=torch.float32)
+    part_lse = query.new_empty(splits * rows, dtype=torch.float32)
+    for low in range(0, n, some):
+        count = min(some, n - low)
+        _attend[(count, blocks, splits)](
             query,
             *query.stride()[:2],
             window,
@@ -71,16 +87,20 @@ def sparse_attend(
             extra_slots,
             extra_slots.stride(0),
             extra_slots.shape[1],
-            sink,
             scale,
-            out,
-            lse,
+            low,
+            parts,
+            part_lse,
+            rows,
             heads,
-            HEADS=HEADS,
+            HEADS=block,
             TILE=TILE if dot == "bf16" else TILE // 2,
             RECORD=record.name,
             DOT=dot,
-            num_warps=4 if dot == "bf16" else 8,
+            num_warps=8,
+        )
+        _join[(count * heads,)](
+            parts, part_lse, rows, splits, sink, low, out, lse, heads, SPLITS=SPLITS, DIM=dim
         )
     return out, lse
 
@@ -139,10 +159,11 @@ def _attend(
     window_slots, window_slots_stride, num_window,
     extra, extra_page_stride, extra_per_page, extra_there,
     extra_slots, extra_slots_stride, num_extra,
-    sink, scale, out, lse, heads,
+    scale, low, parts, part_lse, rows_a_part, heads,
     HEADS: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    """Some heads of one query against every so manieth tile of its keys."""
+    token = low + tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     real = head < heads
     q = query + token * token_stride + (head * head_stride)[:, None]
@@ -158,7 +179,7 @@ def _attend(
     a7 = tl.zeros((HEADS, 64), tl.float32)
     in_window = tl.cdiv(num_window, TILE)
     tiles = in_window + tl.cdiv(num_extra, TILE)
-    i = tiles * 0
+    i = tl.program_id(2)
     while i < tiles:
         first = i < in_window
         at = tl.where(first, i, i - in_window) * TILE + tl.arange(0, TILE)
@@ -200,22 +221,47 @@ def _attend(
             a5 = _more_output(a5, shrink, p, rows, scales, seen, 5, RECORD, DOT)
             a6 = _more_output(a6, shrink, p, rows, scales, seen, 6, RECORD, DOT)
             a7 = _more_output(a7, shrink, p, rows, scales, seen, 7, RECORD, DOT)
-        i += 1
+        i += tl.num_programs(2)
     none = total == 0.0
-    found = tl.where(none, float("-inf"), most + tl.log(tl.where(none, 1.0, total)))
-    row = token * heads + head
-    tl.store(lse + row, found, mask=real)
-    held = widened(tl.load(sink + head, mask=real, other=0.0))
-    # The sink's share of the denominator; no key is no output, whatever the sink.
-    share = tl.where(none, 0.0, 1.0 / (tl.where(none, 1.0, total) + tl.exp(held - most)))
-    o = out + (row * 512)[:, None] + tl.arange(0, 64)[None, :]
-    to = out.dtype.element_ty
-    w = share[:, None]
-    tl.store(o, cast(a0 * w, to), mask=real[:, None])
-    tl.store(o + 64, cast(a1 * w, to), mask=real[:, None])
-    tl.store(o + 128, cast(a2 * w, to), mask=real[:, None])
-    tl.store(o + 192, cast(a3 * w, to), mask=real[:, None])
-    tl.store(o + 256, cast(a4 * w, to), mask=real[:, None])
-    tl.store(o + 320, cast(a5 * w, to), mask=real[:, None])
-    tl.store(o + 384, cast(a6 * w, to), mask=real[:, None])
-    tl.store(o + 448, cast(a7 * w, to), mask=real[:, None])
+    total = tl.where(none, 1.0, total)
+    row = tl.program_id(2).to(tl.int64) * rows_a_part + (token - low) * heads + head
+    tl.store(part_lse + row, tl.where(none, float("-inf"), most + tl.log(total)), mask=real)
+    o = parts + (row * 512)[:, None] + tl.arange(0, 64)[None, :]
+    w = (1.0 / total)[:, None]
+    tl.store(o, a0 * w, mask=real[:, None])
+    tl.store(o + 64, a1 * w, mask=real[:, None])
+    tl.store(o + 128, a2 * w, mask=real[:, None])
+    tl.store(o + 192, a3 * w, mask=real[:, None])
+    tl.store(o + 256, a4 * w, mask=real[:, None])
+    tl.store(o + 320, a5 * w, mask=real[:, None])
+    tl.store(o + 384, a6 * w, mask=real[:, None])
+    tl.store(o + 448, a7 * w, mask=real[:, None])
+
+
+@triton.jit(
+    do_not_specialize=["rows_a_part", "splits", "low"], do_not_specialize_on_alignment=["sink"]
+)
+def _join(
+    parts, part_lse, rows_a_part, splits, sink, low, out, lse, heads,
+    SPLITS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """One head of one query, of its parts; the sink has its share of the denominator."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    there = split < splits
+    part = split * rows_a_part.to(tl.int64) + row
+    each = tl.load(part_lse + part, mask=there, other=float("-inf"))
+    most = tl.max(each, axis=0)
+    none = most == float("-inf")
+    most = tl.where(none, 0.0, most)
+    weights = tl.exp(each - most)
+    total = tl.sum(weights, axis=0)
+    held = widened(tl.load(sink + row % heads))
+    share = tl.where(none, 0.0, 1.0 / (total + tl.exp(held - most)))
+    at = tl.arange(0, DIM)
+    values = tl.load(parts + part[:, None] * DIM + at[None, :], mask=there[:, None], other=0.0)
+    mean = tl.sum(values * weights[:, None], axis=0) * share
+    row += low * heads
+    tl.store(out + row * DIM + at, cast(mean, out.dtype.element_ty))
+    found = most + tl.log(tl.where(none, 1.0, total))
+    tl.store(lse + row, tl.where(none, float("-inf"), found))

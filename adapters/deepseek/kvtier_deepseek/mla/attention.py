@@ -90,7 +90,7 @@ class MlaAttention:
             kv_lens_device=counts[1:],
             page_tokens=page_tokens,
         )
-        self.kernels["write_rows"].run(rows, counts[:1], rows[:1].clone())
+        self.kernels["write_rows"].run(rows, counts[:1].long(), rows[:1].clone())
         query = norm.new_zeros(1, d.heads, d.latent + d.rope)
         run = self.kernels["mla_absorbed"].run
         run(query, rows, batch, latent_dim=d.latent, scale=self._scale)
