@@ -226,16 +226,17 @@ def _attend(
     total = tl.where(none, 1.0, total)
     row = tl.program_id(2).to(tl.int64) * rows_a_part + (token - low) * heads + head
     tl.store(part_lse + row, tl.where(none, float("-inf"), most + tl.log(total)), mask=real)
-    o = parts + (row * 512)[:, None] + tl.arange(0, 64)[None, :]
-    w = (1.0 / total)[:, None]
-    tl.store(o, a0 * w, mask=real[:, None])
-    tl.store(o + 64, a1 * w, mask=real[:, None])
-    tl.store(o + 128, a2 * w, mask=real[:, None])
-    tl.store(o + 192, a3 * w, mask=real[:, None])
-    tl.store(o + 256, a4 * w, mask=real[:, None])
-    tl.store(o + 320, a5 * w, mask=real[:, None])
-    tl.store(o + 384, a6 * w, mask=real[:, None])
-    tl.store(o + 448, a7 * w, mask=real[:, None])
+    if tl.max(tl.where(none, 0, 1), axis=0) > 0:  # what is not written has no weight
+        o = parts + (row * 512)[:, None] + tl.arange(0, 64)[None, :]
+        w = (1.0 / total)[:, None]
+        tl.store(o, a0 * w, mask=real[:, None])
+        tl.store(o + 64, a1 * w, mask=real[:, None])
+        tl.store(o + 128, a2 * w, mask=real[:, None])
+        tl.store(o + 192, a3 * w, mask=real[:, None])
+        tl.store(o + 256, a4 * w, mask=real[:, None])
+        tl.store(o + 320, a5 * w, mask=real[:, None])
+        tl.store(o + 384, a6 * w, mask=real[:, None])
+        tl.store(o + 448, a7 * w, mask=real[:, None])
 
 
 @triton.jit(
@@ -259,9 +260,10 @@ def _join(
     held = widened(tl.load(sink + row % heads))
     share = tl.where(none, 0.0, 1.0 / (total + tl.exp(held - most)))
     at = tl.arange(0, DIM)
-    values = tl.load(parts + part[:, None] * DIM + at[None, :], mask=there[:, None], other=0.0)
+    found = each > float("-inf")
+    values = tl.load(parts + part[:, None] * DIM + at[None, :], mask=found[:, None], other=0.0)
     mean = tl.sum(values * weights[:, None], axis=0) * share
     row += low * heads
     tl.store(out + row * DIM + at, cast(mean, out.dtype.element_ty))
-    found = most + tl.log(tl.where(none, 1.0, total))
-    tl.store(lse + row, tl.where(none, float("-inf"), found))
+    sums = most + tl.log(tl.where(none, 1.0, total))
+    tl.store(lse + row, tl.where(none, float("-inf"), sums))
