@@ -12,7 +12,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from kvtier.core.ops import Part
@@ -29,7 +30,7 @@ __all__ = ["Copier", "Guard", "even_batch"]
 
 Guard = Callable[[Job, int], AbstractContextManager[None]]
 """Around work for a job: what it raises cuts the job at this part."""
-PACKS, LOADS = 0, 1
+PACKS, LOADS, LAYERS = 0, 1, 2
 W = TypeVar("W", bound="_Waiting")
 
 
@@ -70,7 +71,7 @@ class Copier:
         self._load_frames = load_frames
         self._guard = guard
         self._landed = landed
-        self.turns = Turns("copy", 2, prepare=prepare)
+        self.turns = Turns("copy", 3, prepare=prepare)
         self.packed = Workers("packed", 1, prepare=prepare)
         self.drained = Workers("land", 1, prepare=prepare)
         self.loaded = Workers("loaded", 1, prepare=prepare)
@@ -85,10 +86,8 @@ class Copier:
 
     def pack(self, job: Job) -> None:
         """Queue a PACK.  Takes over the caller's share of the job."""
-        task = _Pack(self, job)
-        self.turns.submit(
-            PACKS, _Together(self._pack_together, self._staging, self._pack_frames, deque([task]))
-        )
+        task, most = _Pack(self, job), 0 if job.late else self._pack_frames
+        self.turns.submit(PACKS, _Together(self._pack_together, self._staging, most, deque([task])))
 
     def load(
         self,
@@ -105,7 +104,7 @@ class Copier:
         any more.
         """
         task = _Load(self, job, start, parts, places, over)
-        most = 0 if job.early or places is not None else self._load_frames
+        most = 0 if job.early or job.late or places is not None else self._load_frames
         self.turns.submit(LOADS, _Together(self._load_together, self._landing, most, deque([task])))
 
     def load_layers(self, job: Job, start: int, parts: Sequence[Part]) -> None:
@@ -114,10 +113,12 @@ class Copier:
         load = None
         with self._guard(job, start):
             load = self._loader.layers(parts)
-        if load is None:
-            job.end_share()
-        else:
-            self.turns.submit(LOADS, _LoadLayers(self, job, start, parts, load))
+        if load is not None:
+            arrival = self._loader.arrival(parts, None)
+            job.hold()
+            self._arrivals.add(arrival)
+            self.turns.submit(LAYERS, _LoadLayers(self, job, start, load, arrival))
+        self._end_share(job)
 
     # Device -> host
 
@@ -125,7 +126,8 @@ class Copier:
         """Queue the parts from ``task.at`` on for which there are slots; returns the next one."""
         job, start = task.job, task.at
         free = self._staging.take(len(job.op.parts[start].dst), task.batch)
-        if free is None:  # it has waited long enough
+        if free is None or job.blocked:  # it has waited long enough
+            self._staging.give(free or [])
             job.cut(start)
             return start
         stop, count = task.ends(start, len(free))
@@ -135,7 +137,7 @@ class Copier:
         drained: Event | None = None
         try:
             batch = self._packer.batch(parts, slots)
-            task.gathered = self._packer.gather(batch, job.fences)
+            task.gathered = self._packer.gather(batch, job.behind())
             drained = self._packer.drain(batch, task.gathered)
         finally:
             if drained is None:
@@ -204,18 +206,22 @@ class Copier:
         try:
             if task.start < job.delivered:  # nothing before it has failed
                 with self._guard(job, task.start):
-                    loaded = self._loader.load(task.parts, task.places, rows, job.fences)
+                    loaded = self._loader.load(task.parts, task.places, rows, job.behind())
         finally:
             if loaded is None:
                 self._landing.give(rows)
                 task.over()
-                job.end_share()
+                self._end_share(job)
             elif job.early:
-                arrival = self._loader.arrival(task.parts, task.places, loaded)
-                self._end_early(job, arrival)
-                self._await(job, task.start, loaded, rows, task.over, arrival.over)
+                job.hold()
+                arrival = self._loader.arrival(task.parts, task.places)
+                arrival.queue((), loaded, last=True)
+                self._arrivals.add(arrival)
+                self._await(job, task.start, loaded, rows, task.over, arrival.over, job.let_go)
+                self._end_share(job)
             else:
-                self._await(job, task.start, loaded, rows, task.over, job.end_share)
+                end = partial(self._end_share, job)
+                self._await(job, task.start, loaded, rows, task.over, end)
 
     def _load_together(self, tasks: Sequence["_Load"]) -> bool:
         """Queue loads of several jobs from host frames as one batch; whether it could be done."""
@@ -233,36 +239,36 @@ class Copier:
             return False
         for task in tasks:
             own, rows = rows[: task.rows], rows[task.rows :]
-            self._await(task.job, task.start, loaded, own, task.over, task.job.end_share)
+            self._await(
+                task.job, task.start, loaded, own, task.over, partial(self._end_share, task.job)
+            )
         return True
 
     def _load_group(self, task: "_LoadLayers") -> bool:
         """Queue the next layers; whether there are more."""
         job, group, loaded = task.job, task.load.groups[task.at], None
         try:
-            if task.start < job.delivered:
-                with self._guard(job, task.start):
-                    loaded = self._loader.load_layers(task.load, group, job.fences)
+            with self._guard(job, task.start):
+                loaded = self._loader.load_layers(task.load, group, job.behind())
+        except BaseException as error:
+            task.arrival.fail(error)
+            raise
         finally:
             if loaded is None:
-                for event in task.layers.values():  # these pages are about to change hands
-                    event.synchronize()
-                job.end_share()
+                job.let_go()
         if loaded is None:
+            task.arrival.fail(job.error or RuntimeError("not queued"))
             return False
         task.at += 1
-        task.layers.update(dict.fromkeys(group.layers, loaded))
-        if task.at < len(task.load.groups):
-            return True
-        arrival = self._loader.arrival(task.parts, None, loaded, task.layers)
-        self._end_early(job, arrival)
-        self._await(job, task.start, loaded, [], arrival.over)
-        return False
+        last = task.at == len(task.load.groups)
+        task.arrival.queue(group.layers, loaded, last=last)
+        if last:
+            self._await(job, task.start, loaded, [], task.arrival.over, job.let_go)
+        return not last
 
-    def _end_early(self, job: Job, arrival: Arrival) -> None:
-        """A share of the job is over although it is still on its way.  On a thread of its own:
-        callbacks may take their time."""
-        self._arrivals.add(arrival)
+    def _end_share(self, job: Job) -> None:
+        """On a thread of its own: callbacks may take their time, and may wait for what this one
+        is to queue."""
         self.queued.submit(lambda _: job.end_share())
 
     def _await(
@@ -398,7 +404,7 @@ class _Pack:
     def ready(self) -> bool:
         if self.at >= self.job.delivered:  # shrinks when a landing fails
             return True
-        return self.copier._staging.free >= min(self.batch, self.left)
+        return not self.job.blocked and self.copier._staging.free >= min(self.batch, self.left)
 
     def run(self) -> bool:
         more = False
@@ -436,7 +442,7 @@ class _Load:
         return max(self.rows, 1)  # on a CPU they take none
 
     def ready(self) -> bool:
-        return self.copier._landing.free >= self.rows
+        return not self.job.blocked and self.copier._landing.free >= self.rows
 
     def run(self) -> bool:
         self.copier._load_batch(self)
@@ -450,12 +456,10 @@ class _LoadLayers:
     copier: Copier
     job: Job
     start: int
-    parts: Sequence[Part]
     load: LayerLoad
+    arrival: Arrival
     at: int = 0
     """Groups before this one are queued."""
-    layers: dict[int, Event] = field(default_factory=dict)
-    """Behind what is queued of each layer."""
     deadline: float | None = None
 
     def absorb(self, other: object) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvtier.core.ops import Op, OpKind
+from kvtier.data.arrivals import Arrival
 from kvtier.data.streams import Fences
 
 __all__ = ["Job", "Task", "Turns", "Workers"]
@@ -31,6 +32,7 @@ class Job:
         "_done",
         "_ended",
         "_error",
+        "_holds",
         "_lock",
         "_packed",
         "_shares",
@@ -38,6 +40,7 @@ class Job:
         "delivered",
         "early",
         "fences",
+        "late",
         "op",
         "staged",
     )
@@ -50,6 +53,7 @@ class Job:
         done: Done,
         ended: Callable[["Job"], None],
         fences: Fences = (),
+        late: tuple[Arrival, ...] = (),
         deadline: float | None = None,
     ) -> None:
         self.op = op
@@ -57,8 +61,10 @@ class Job:
         self.deadline = deadline
         self.delivered = len(op.parts)
         """Parts before the first that failed so far."""
+        self.late = late
+        """What it has to run behind, and may not be queued yet."""
         self.early = False
-        """It ends when its copies are queued."""
+        """It ends before its copies do."""
         self.staged = 0
         """Frames counted into the staging backlog."""
         self._packed: Callable[[], None] | None = packed
@@ -66,6 +72,7 @@ class Job:
         self._ended = ended
         self._error: BaseException | None = None
         self._shares = 1
+        self._holds = 0
         self._lock = threading.Lock()
 
     def share(self) -> None:
@@ -79,6 +86,10 @@ class Job:
         with self._lock:
             if part < self.delivered:
                 self.delivered, self._error = part, error
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
 
     def release_sources(self) -> None:
         """Tell the caller, once, that a PACK's source frames may be reused."""
@@ -94,13 +105,35 @@ class Job:
             self._shares -= 1
             if self._shares:
                 return
+            self._holds += 1
         try:
             if self.op.kind is OpKind.PACK:
                 self.release_sources()
             delivered, error = self.delivered, self._error
             self._call(lambda: self._done(delivered, error))
         finally:
+            self.let_go()
+
+    def hold(self) -> None:
+        """It has not ended for its transfer, whatever its caller is told, until ``let_go``."""
+        with self._lock:
+            self._holds += 1
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._holds -= 1
+            over = not self._holds and not self._shares
+        if over:
             self._ended(self)
+
+    def behind(self) -> Fences:
+        """All it has to run behind.  Blocks until what is late is queued."""
+        return (*self.fences, *(arrival.whole for arrival in self.late))
+
+    @property
+    def blocked(self) -> bool:
+        """Whether ``behind`` would block."""
+        return not all(arrival.queued for arrival in self.late)
 
     def _call(self, callback: Callable[[], None]) -> None:
         try:

@@ -4,7 +4,7 @@ back into pages.
 Runs on whichever thread calls; knows streams and frames, but not ops, callbacks or queues.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.core.ops import Part
-from kvtier.data.arrivals import NO_LAYERS, Arrival
+from kvtier.data.arrivals import Arrival
 from kvtier.data.batches import (
     DST,
     SRC,
@@ -304,25 +304,13 @@ class Loader:
                 )
             return self._streams.mark(Lane.LOAD)
 
-    def arrival(
-        self,
-        parts: Sequence[Part],
-        places: Sequence[Place] | None,
-        loaded: Event,
-        layers: Mapping[int, Event] = NO_LAYERS,
-    ) -> Arrival:
-        """What has been queued: these pages, behind ``loaded`` at the latest."""
+    def arrival(self, parts: Sequence[Part], places: Sequence[Place] | None) -> Arrival:
+        """Of these history pages, which are about to be queued."""
+        held = places or [(self._host, part.src) for part in parts]
         return Arrival(
             self._streams,
             pages=(part.dst[0] for part in parts),
-            frames=[
-                frame
-                for arena, held in places or [(self._host, part.src) for part in parts]
-                if arena is self._host
-                for frame in held
-            ],
-            whole=loaded,
-            layers=layers,
+            frames=[f for arena, frames in held if arena is self._host for f in frames],
         )
 
     def _fetch(self, lower: Sequence["Batch"], landing_rows: Sequence[int]) -> Fences:

@@ -31,6 +31,7 @@ import torch
 from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Op, OpKind, Part
+from kvtier.data.arrivals import Arrival
 from kvtier.data.batches import DST, SOURCE, Sizes, kept_on_host
 from kvtier.data.copier import Copier, even_batch
 from kvtier.data.device import DevicePool
@@ -38,7 +39,7 @@ from kvtier.data.host import HostArena
 from kvtier.data.jobs import Job, Turns, Workers
 from kvtier.data.records import Loader, Packer, Reader, copy_part, record_of
 from kvtier.data.staging import Slots, Staging
-from kvtier.data.streams import Fences, Lane, streams_for
+from kvtier.data.streams import Lane, streams_for
 from kvtier.errors import CacheClosed, StoreError
 from kvtier.layouts.base import Layout
 from kvtier.seams import Record, Store
@@ -193,7 +194,8 @@ class DeviceTransfer:
             packed=packed,
             done=done,
             ended=self._op_ended,
-            fences=(*self._streams.fences(), *self._late(op)),
+            fences=self._streams.fences(),
+            late=self._late(op),
             deadline=deadline,
         )
         with self._lock:
@@ -299,17 +301,16 @@ class DeviceTransfer:
             and all(part.target is Tier.GPU and part.source is not Tier.GPU for part in op.parts)
         )
 
-    def _late(self, op: Op) -> Fences:
-        """Behind what is still on its way from or into the frames of this op."""
+    def _late(self, op: Op) -> tuple[Arrival, ...]:
+        """What is still on its way from or into the frames of this op."""
         arrivals = self.pool.arrivals
         if not arrivals:
             return ()
         ends = [(p.source, p.src) for p in op.parts] + [(p.target, p.dst) for p in op.parts]
-        late = arrivals.touching(
+        return arrivals.touching(
             pages=(f for tier, frames in ends if tier is Tier.GPU for f in frames),
             frames=(f for tier, frames in ends if tier is Tier.CPU for f in frames),
         )
-        return tuple(arrival.whole for arrival in late)
 
     def _await_readers(self, parts: Sequence[Part]) -> None:
         """The device still reads some host frames that have changed hands: before the disk is read
@@ -417,7 +418,7 @@ class DeviceTransfer:
         # Behind every fence, not only what is queued on its own stream: the last owner of these
         # frames may have run on another.
         try:
-            with self._guard(job, 0), self._streams.on(Lane.COMPUTE, job.fences):
+            with self._guard(job, 0), self._streams.on(Lane.COMPUTE, job.behind()):
                 for part in job.op.parts:
                     if job.op.kind is OpKind.CLEAR:
                         self.pool.clear(part.dst)

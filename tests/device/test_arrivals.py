@@ -256,29 +256,81 @@ def test_a_page_restored_twice_holds_the_last(late: LateDevice) -> None:
         assert layer_bytes(p, 7, 1) == want[1][1]
 
 
-def test_what_cannot_be_queued_fails_the_op_and_is_nowhere_expected(
+def test_a_device_that_fails_is_told_to_all_who_wait(
     late: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = iter(range(10))
+    """The op has ended by then, and its pages may be anybody's: nobody takes them for good."""
+    calls, ended = iter(range(10)), threading.Event()
 
     def fails(*args: Any) -> None:
+        assert ended.wait(20)
         if next(calls) == 1:  # the second layer
             raise RuntimeError("lost")
         late.unpack(*args)
 
     with running(late) as p:
-        want = packed(p, 2)
+        packed(p, 2)
         monkeypatch.setattr(records, "unpack_pages", fails)
-        end = p.start(OpKind.RESTORE, up(0, 7), up(1, 8))
-        time.sleep(0.05)
-        assert not end.calls, (
-            "its first layer is still on the way, into pages that will be given up"
-        )
+        assert p.start(OpKind.RESTORE, up(0, 7), up(1, 8)).delivered == 2
+        ended.set()
+        (arrival,) = p.pool.arriving(ids(7))
+        with pytest.raises(RuntimeError, match="could not be queued"):
+            arrival.wait(1)
+        pack = p.start(OpKind.PACK, down(8, 5))
+        copy = p.start(OpKind.COPY, Part(Kind.HISTORY, Tier.GPU, (7,), Tier.GPU, (2,)))
+        for end in (pack, copy):
+            assert end.delivered == 0
+            assert isinstance(end.error, RuntimeError)
+        assert p.pool.arriving(ids(8)) == (arrival,)
+
+
+class Held:
+    """Keeps the copying thread from queueing layers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, late: LateDevice) -> None:
+        self.go = threading.Event()
+
+        def unpack(*args: Any) -> None:
+            assert self.go.wait(20)
+            late.unpack(*args)
+
+        monkeypatch.setattr(records, "unpack_pages", unpack)
+
+
+def test_it_ends_before_anything_is_queued(
+    late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits does so until it is, wherever that is; and the copying thread for nothing."""
+    with running(late) as p:
+        want = packed(p, 3)
+        held = Held(monkeypatch, late)
         late.let_all()
-        assert end.delivered == 0
-        assert isinstance(end.error, RuntimeError)
-        assert layer_bytes(p, 8, 0) == want[1][0]
-        assert not p.pool.arriving(ids(7, 8))
+        p.start(OpKind.RESTORE, up(0, 7), up(1, 8)).wait()
+        (arrival,) = p.pool.arriving(ids(7))
+        assert not arrival.queued
+        again = p.start(OpKind.RESTORE, up(2, 8))  # the page has changed hands
+        pack = p.start(OpKind.PACK, down(8, 5))
+        other = p.start(OpKind.PACK, down(3, 6))
+        threading.Timer(0.05, held.go.set).start()
+        copy = p.start(OpKind.COPY, Part(Kind.HISTORY, Tier.GPU, (7,), Tier.GPU, (2,)))
+        assert arrival.queued
+        assert [end.delivered for end in (again, pack, other, copy)] == [1] * 4
+        assert p.page(2) == joined(p, want[0])
+        assert bytes(p.host.frames[5][: PLAIN.page_bytes()].tolist()) == joined(p, want[2])
+
+
+def test_close_waits_for_what_is_not_even_queued(
+    late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(late) as p:
+        want = packed(p, 1)
+        held = Held(monkeypatch, late)
+        late.let_all()
+        p.start(OpKind.RESTORE, up(0, 7)).wait()
+        threading.Timer(0.05, held.go.set).start()
+        p.transfer.close()
+        assert p.page(7) == joined(p, want[0])
+        assert not p.pool.arrivals
 
 
 def test_frames_that_are_not_there_fail_it_before_anything_is_queued(late: LateDevice) -> None:
@@ -304,8 +356,8 @@ def test_close_waits_for_what_is_on_the_way(late: LateDevice) -> None:
 def test_touching_is_told_apart_by_pages_and_frames() -> None:
     arrivals = Arrivals()
     assert not arrivals
-    one = Arrival(CpuStreams(), (1, 2), (8,), Flag())
-    two = Arrival(CpuStreams(), (3,), (), Flag())
+    one = Arrival(CpuStreams(), (1, 2), (8,))
+    two = Arrival(CpuStreams(), (3,), ())
     arrivals.add(one)
     arrivals.add(two)
     assert arrivals.touching(pages=[2, 3]) == (one, two)
