@@ -67,8 +67,8 @@ BATCHES = 3
 """Of each direction at once: one being copied, one queued behind it, one whose end is being told.
 """
 EARLY_BYTES = 128 << 20
-"""A RESTORE of at least this size into pages of a layout without tails ends when its copies are
-queued, up to 2.4 ms before they are over, and comes layer by layer from the host."""
+"""A RESTORE of at least this size, 2.4 ms of copying, into pages of a layout without tails ends
+when its records are in host memory and verified, and comes layer by layer from there."""
 EXIT_S = 10.0
 """How long the end of the process may wait for a transfer that nobody closed."""
 
