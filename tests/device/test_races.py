@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from kvtier.data.arrivals import Arrival
 from kvtier.data.batches import is_live
 from kvtier.data.copier import Copier
 from kvtier.data.jobs import Job
-from kvtier.data.records import Loader, Packer
 from kvtier.data.streams import CudaStreams, Lane
 from tests.device.byte_model import LAYOUTS, POISON, DeviceModel, prompt, sized
 from tests.device.traffic import Traffic
@@ -201,26 +200,21 @@ def packs_at_once(copier: Copier, job: Job) -> None:
     PACK(copier, job)
 
 
-def releases_when_queued(copier: Copier, job: Job, gathered: Any) -> None:
-    RELEASE(copier, job, None)
+PACK = Copier.pack
 
 
-PACK, RELEASE = Copier.pack, Copier._release
-
-
-@pytest.mark.parametrize(
-    ("device", "name", "fault"),
-    [
-        pytest.param("cpu", "pack", packs_at_once),
-        pytest.param("cuda", "pack", packs_at_once, marks=pytest.mark.gpu),
-        pytest.param("cuda", "_release", releases_when_queued, marks=pytest.mark.gpu),
-    ],
-)
+@pytest.mark.parametrize("device", BOTH)
+@pytest.mark.parametrize("fault", ["as it starts", "as it is queued"])
 @all_layouts
 def test_packed_too_early_shows(
-    layout: str, device: str, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+    layout: str, device: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Copier, name, fault)
+    if fault == "as it starts":
+        monkeypatch.setattr(Copier, "pack", packs_at_once)
+    elif device == "cpu":
+        pytest.skip("there it is done when it is queued")
+    else:
+        monkeypatch.setattr(CudaStreams, "mark", hasty(Lane.PACK))
     with served(layout, device) as model:
         overwrite_when_packed(model)
         late(model, (Lane.PACK,))
@@ -357,56 +351,76 @@ def test_streams_are_late_in_every_combination(layout: str, device: str, tmp_pat
             model.cache.clear().result(timeout=60)
 
 
-def gathers_at_once(packer: Packer, batch: Any, fences: Any) -> Any:
-    return GATHER(packer, batch, ())
-
-
-def loads_at_once(loader: Loader, parts: Any, places: Any, rows: Any, fences: Any) -> Any:
-    return LOAD(loader, parts, places, rows, ())
-
-
-def fetched_at_once(loader: Loader, lower: Any, rows: Any) -> Any:
-    FETCH(loader, lower, rows)
-    return ()
-
-
-def landed_at_once(packer: Packer, drained: Any) -> None:
-    return None
-
-
-class Over:
-    """An event that says it is over."""
+class Hasty(torch.cuda.Event):
+    """An event that is over for whoever waits on the host."""
 
     def synchronize(self) -> None:
         return None
 
 
-def drains_at_once(packer: Packer, batch: Any, gathered: Any) -> Any:
-    on: Callable[..., AbstractContextManager[None]] = packer._streams.on
-    packer._streams.on = lambda lane, after=(): on(lane, ())  # type: ignore[method-assign]
-    try:
-        return DRAIN(packer, batch, gathered)
-    finally:
-        packer._streams.on = on  # type: ignore[method-assign]
+def hasty(lane: Lane) -> Callable[..., Any]:
+    """``mark`` that says at once that what was queued on this lane is done."""
+
+    def mark(streams: CudaStreams, this: Lane) -> Any:
+        if this is not lane:
+            return MARK(streams, this)
+        event = Hasty()
+        event.record(streams._stream(lane))
+        return event
+
+    return mark
 
 
-def arrives_at_once(copier: Copier, job: Job, start: int, loaded: Any, *rest: Any) -> None:
-    ARRIVE(copier, job, start, Over(), *rest)
+def without(lane: Lane, *, fences: bool = True, others: bool = True) -> Callable[..., Any]:
+    """``on`` whose work on this lane waits for no fence, or for nothing but fences."""
+
+    def on(streams: CudaStreams, this: Lane, after: tuple[Any, ...] = ()) -> Any:
+        if this is lane:
+            after = tuple(e for e in after if not (fences if id(e) in KNOWN else others))
+        return ON(streams, this, after)
+
+    return on
+
+
+KNOWN: dict[int, object] = {}
+"""All fences that any operation was started behind."""
+
+
+@pytest.fixture
+def told_apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fences = CudaStreams.fences
+
+    def noted(streams: CudaStreams) -> Any:
+        out = fences(streams)
+        KNOWN.update({id(event): event for event in out})
+        return out
+
+    monkeypatch.setattr(CudaStreams, "fences", noted)
+    yield
+    KNOWN.clear()
 
 
 def waits_for_nothing(arrival: Arrival, layer: int | None = None) -> None:
     return None
 
 
-GATHER, DRAIN, LOAD, FETCH = Packer.gather, Packer.drain, Loader.load, Loader._fetch
-ARRIVE = Copier._arrive
+ON, MARK = CudaStreams.on, CudaStreams.mark
 FAULTS: dict[str, tuple[type, str, Any, tuple[Lane, ...], dict[str, float]]] = {
-    "a pack before the step": (Packer, "gather", gathers_at_once, (), {"before": LONG_S}),
-    "a load before the poison": (Loader, "load", loads_at_once, (), {"after": LONG_S}),
-    "a drain before the gather": (Packer, "drain", drains_at_once, (Lane.PACK,), {}),
-    "an unpack before the fetch": (Loader, "_fetch", fetched_at_once, (Lane.FETCH,), {}),
-    "landed before the drain": (Packer, "land", landed_at_once, (Lane.DRAIN,), {}),
-    "ready before the load": (Copier, "_arrive", arrives_at_once, (Lane.LOAD,), {}),
+    "a pack before the step": (
+        *(CudaStreams, "on", without(Lane.PACK), ()),
+        {"before": LONG_S},
+    ),
+    "a load before the poison": (
+        *(CudaStreams, "on", without(Lane.LOAD, others=False), ()),
+        {"after": LONG_S},
+    ),
+    "a drain before the gather": (CudaStreams, "on", without(Lane.DRAIN), (Lane.PACK,), {}),
+    "an unpack before the fetch": (
+        *(CudaStreams, "on", without(Lane.LOAD, fences=False), (Lane.FETCH,)),
+        {},
+    ),
+    "landed before the drain": (CudaStreams, "mark", hasty(Lane.DRAIN), (Lane.DRAIN,), {}),
+    "ready before the load": (CudaStreams, "mark", hasty(Lane.LOAD), (Lane.LOAD,), {}),
 }
 EARLY_FAULTS: dict[str, Any] = {
     "a layer before it is there": (Arrival, "wait", waits_for_nothing, (Lane.LOAD,), {}),
@@ -419,7 +433,12 @@ EARLY_FAULTS: dict[str, Any] = {
     [*itertools.product(LAYOUTS, FAULTS), *(("gqa", name) for name in EARLY_FAULTS)],
 )
 def test_an_order_that_is_not_kept_shows(
-    layout: str, device: str, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    layout: str,
+    device: str,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    told_apart: None,
 ) -> None:
     owner, name, wrong, lanes, delays = {**FAULTS, **EARLY_FAULTS}[fault]
     monkeypatch.setattr(owner, name, wrong)

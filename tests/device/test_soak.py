@@ -47,7 +47,9 @@ def test_a_short_one(soak: ModuleType, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_tier_that_gives_nothing_back_is_told(soak: ModuleType, tmp_path: Path) -> None:
     run = soak.Soak(soak.parse(["--layout", "mla"]), tmp_path)
-    run.per_layout["mla"].update({"restored from GPU": 3, "restored from CPU": 1})
+    found = {"requests": 300, "restored from GPU": 3, "restored from CPU": 1}
+    run.counts.update({**found, "restored from DISK": 1})
+    run.per_layout["mla"].update(found)
     run.memory = [{"rss_mib": 100, "threads": 1}, {"rss_mib": 300, "threads": 1}]
     run.verdict()
     assert run.failures[0] == "mla: nothing was restored from DISK"
