@@ -49,7 +49,8 @@ def restores_of_one_layout_end_early(
     """As large ones do: with its pages still on the way.  The other dense layout's do not."""
     if request.node.callspec.params["layout"] == "gqa":
         monkeypatch.setattr(transfer, "EARLY_BYTES", 1)
-        monkeypatch.setattr(records, "LAYERS_BYTES", 1)
+        for name in ("FIRST_LAYERS_BYTES", "LAYERS_BYTES", "PIECE_BYTES"):
+            monkeypatch.setattr(records, name, 1)
 
 
 @contextmanager

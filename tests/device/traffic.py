@@ -162,10 +162,16 @@ class Traffic:
         self.log: deque[str] = deque(maxlen=300)
         self.seed = seed
         self.io = FaultyIO(seed)
-        self._early = (transfer.EARLY_BYTES, records.LAYERS_BYTES)
+        self._early = (
+            transfer.EARLY_BYTES,
+            records.LAYERS_BYTES,
+            records.FIRST_LAYERS_BYTES,
+            records.PIECE_BYTES,
+        )
         dice = random.Random(seed)
         if dice.random() < 0.5 if early is None else early:
             transfer.EARLY_BYTES = records.LAYERS_BYTES = 1
+            records.FIRST_LAYERS_BYTES = records.PIECE_BYTES = 1
         self._threads = threads
         self._lock = threading.Lock()
         self._born = time.monotonic()
@@ -292,7 +298,8 @@ class Traffic:
             assert not tails.states.taken() and not tails.windows.taken(), "tails leak"
 
     def close(self, *, drain: bool = True) -> None:
-        transfer.EARLY_BYTES, records.LAYERS_BYTES = self._early
+        transfer.EARLY_BYTES, records.LAYERS_BYTES, *rest = self._early
+        records.FIRST_LAYERS_BYTES, records.PIECE_BYTES = rest
         self.io.rate = 0.0
         self._told(lambda: self.cache.close(drain=drain))
 
