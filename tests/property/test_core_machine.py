@@ -347,6 +347,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         waits, weighed = set(rec.waits), rec.costs is not None
         self.run(self.core.settle_early(rec))
         if not weighed or not waits or hand == length:
+            assert rec.waits == waits, "it waits for nothing of the disk"
             return
         if rec.waits and rec.waits == waits:
             assert not self.core.tails.states.free

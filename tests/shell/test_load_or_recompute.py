@@ -434,10 +434,11 @@ class SlowStore:
         return self.store.read_into(reads)
 
 
-@pytest.mark.parametrize(("read_s", "loaded"), [(0.0, True), (0.3, False), (None, False)])
+@pytest.mark.parametrize(("read_s", "loaded"), [(0.0, True), (2.0, False), (None, False)])
 def test_a_real_disk(read_s: float | None, loaded: bool, tmp_path: Path) -> None:
     """Over the data plane, its threads and LMDB, and the cache's own alarm."""
-    tokens, policy = prompt_of(32), RestorePolicy(prefill_tokens_per_s=100)
+    tokens, rate = prompt_of(32), 10  # slow, so that the slack is more than a busy machine takes
+    policy = RestorePolicy(prefill_tokens_per_s=rate)
     sizes = config(gpu=128, cpu=128, restore=policy)
     store = SlowStore(tmp_path)
     geometry = geometry_of(LAYOUT, sizes, store)
@@ -457,8 +458,8 @@ def test_a_real_disk(read_s: float | None, loaded: bool, tmp_path: Path) -> None
         start = time.monotonic()
         with cache.lease(tokens) as lease:
             cached = lease.ready.result(10)
-            took = time.monotonic() - start + (len(tokens) - cached) / 100
-            assert took <= 1.05 * len(tokens) / 100 + 0.2, "that much a busy machine may add"
+            took = time.monotonic() - start + (len(tokens) - cached) / rate
+            assert took <= 1.05 * len(tokens) / rate + 0.2, "that much a busy machine may add"
             assert (cached == 32 * PAGE) == loaded
             feed(cache, lease, tokens[cached:])
             cache.check()
