@@ -14,6 +14,7 @@ from kvtier.kernels.mla import (
     materialised_sdpa,
     workspace_rows,
 )
+from kvtier.kernels.mla_sparse import mla_sparse, mla_sparse_materialised
 from kvtier.kernels.query import (
     head_norm_rope,
     inverse_rope,
@@ -61,6 +62,8 @@ __all__ = [
     "materialised",
     "materialised_sdpa",
     "merge",
+    "mla_sparse",
+    "mla_sparse_materialised",
     "norm_rope",
     "quantise_query",
     "read_records",

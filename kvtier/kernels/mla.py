@@ -9,7 +9,6 @@ Both take a ``PagedBatch``: which queries belong to which sequence, and where it
 know nothing of models; projections come as callables.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +24,7 @@ __all__ = [
     "HeadDims",
     "PagedBatch",
     "absorbed",
+    "expand",
     "materialised",
     "materialised_sdpa",
     "workspace_rows",
@@ -143,7 +143,7 @@ def materialised(
         for start in range(0, kv_len if q_len else 0, max_rows):
             stop = min(start + max_rows, kv_len)
             latent = gather_rows(rows, batch.block_table[b], start, stop, batch.page_tokens)
-            keys, values = _expand(latent, up_project, dims)
+            keys, values = expand(latent, up_project, dims)
             for low in range(0, q_len, QUERY_BLOCK):
                 high = min(low + QUERY_BLOCK, q_len)
                 first_query = kv_len - q_len + low
@@ -182,7 +182,7 @@ def materialised_sdpa(
     for b, (q_len, kv_len) in enumerate(zip(batch.query_lens, batch.kv_lens, strict=True)):
         if q_len and kv_len:
             latent = gather_rows(rows, batch.block_table[b], 0, kv_len, batch.page_tokens)
-            keys, values = _expand(latent, up_project, dims)
+            keys, values = expand(latent, up_project, dims)
             keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
             for low in range(0, q_len, QUERY_BLOCK):
                 high = min(low + QUERY_BLOCK, q_len)
@@ -240,10 +240,8 @@ def _absorbed_blocks(
     return max(1, (workspace_bytes - split * row) // (query + split * score)), split
 
 
-def _expand(
-    latent_rows: Tensor, up_project: Callable[[Tensor], Tensor], dims: HeadDims
-) -> tuple[Tensor, Tensor]:
-    """Keys (m, heads, nope + rope) and values (m, heads, value) of gathered rows."""
+def expand(latent_rows: Tensor, up_project: UpProject, dims: HeadDims) -> tuple[Tensor, Tensor]:
+    """Keys (m, heads, nope + rope) and values (m, heads, value) of rows (m, latent + rope)."""
     up = up_project(latent_rows[:, : dims.latent])
     rope = latent_rows[:, None, dims.latent :].expand(-1, dims.heads, -1)
     return torch.cat((up[..., : dims.nope], rope), dim=-1), up[..., dims.nope :]

@@ -163,6 +163,8 @@ def clear_tails(sections: Sections, tails: Sequence[Sequence[int]]) -> None:
     there.
     """
     _check_members(sections, tails)
+    if not sections.storages:
+        return
     if _one_launch(sections.storages[0].device):
         from kvtier.kernels.triton_pack import clear
 

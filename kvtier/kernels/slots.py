@@ -37,14 +37,17 @@ def entry_slots(entries: Tensor, pages: Tensor, page_tokens: int, ratio: int) ->
 def window_slots(
     batch: PagedBatch, window_table: Tensor, *, window: int, slots_per_page: int
 ) -> Tensor:
-    """Slots (n, window) int32 of the tokens each query sees, its own last; -1 before the start.
+    """Slots (n, window) int32 of the tokens each query sees, oldest first, then -1.
 
-    A query at position t sees positions t - window + 1 .. t.  ``window_table`` (sequences, pages)
-    holds window pages by number, -1 where freed.  A padding row sees nothing.
+    A query at position t sees positions t - window + 1 .. t, as far as there are any: ``window``
+    of them at most, its own included.  ``window_table`` (sequences, pages) holds window pages by
+    number, -1 where freed.  A padding row sees nothing.
     """
     sequences, positions = token_positions(batch)
-    seen = positions[:, None] + torch.arange(1 - window, 1, device=positions.device)
-    return _table_slots(window_table, sequences, seen, slots_per_page, seen >= 0)
+    first = (positions - window + 1).clamp_min(0)
+    seen = first[:, None] + torch.arange(window, device=positions.device)
+    wanted = seen <= positions[:, None]
+    return _table_slots(window_table, sequences, seen, slots_per_page, wanted)
 
 
 def c4_slots(entries: Tensor, batch: PagedBatch, sequences: Tensor | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from kvtier.errors import ConfigError
 from kvtier.kernels import fused, mla, pack, query, records, reference
 from kvtier.kernels.compress import compress
 from kvtier.kernels.index import index_topk
+from kvtier.kernels.mla_sparse import mla_sparse, mla_sparse_materialised
 from kvtier.kernels.sparse import sparse_attend
 
 __all__ = ["OPERATIONS", "Case", "Kernel", "select", "select_all", "table"]
@@ -28,6 +29,8 @@ OPERATIONS = (
     "mla_absorbed",
     "mla_materialised",
     "mla_materialised_whole",
+    "mla_sparse",
+    "mla_sparse_materialised",
     "merge",
     "write_record",
     "compress",
@@ -109,6 +112,7 @@ _V4_ROWS = frozenset({(128,), (512,)})
 
 _DENSE = "dense"
 _INDEX_RECORDS = (_DENSE, "index_fp8", "index_mxfp4")
+_LATENT_RECORDS = (_DENSE, "mla_fp8")
 _V4_RECORDS = (_DENSE, "v4_fp8", "index_fp8", "index_mxfp4")
 
 
@@ -199,6 +203,16 @@ _ROWS: tuple[_Row, ...] = (
             _CUDA,
         )
         for record in _INDEX_RECORDS
+    ),
+    *(
+        _Row("mla_sparse", record, "torch", mla_sparse, dims, _FLOATS, _ANY)
+        for record, dims in zip(_LATENT_RECORDS, (None, _ABSORBED), strict=True)
+    ),
+    *(
+        _Row(
+            "mla_sparse_materialised", record, "torch", mla_sparse_materialised, None, _FLOATS, _ANY
+        )
+        for record in _LATENT_RECORDS
     ),
     *(
         _Row(operation, _DENSE, "torch", run, None, _FLOATS, _ANY)

@@ -39,7 +39,7 @@ def test_any_dimensions_find_the_reference(
         {"dtype": torch.float8_e4m3fn},
         {"dtype": torch.int32},
         {"device": "mps"},
-        {"operation": "mla_sparse"},
+        {"operation": "mla_paged"},
     ],
     ids=lambda change: str(next(iter(change.values()))),
 )
