@@ -308,15 +308,17 @@ def test_it_ends_before_anything_is_queued(
         p.start(OpKind.RESTORE, up(0, 7), up(1, 8)).wait()
         (arrival,) = p.pool.arriving(ids(7))
         assert not arrival.queued
+        monkeypatch.setattr(transfer, "EARLY_BYTES", 1 << 40)
         again = p.start(OpKind.RESTORE, up(2, 8))  # the page has changed hands
-        pack = p.start(OpKind.PACK, down(8, 5))
+        pack = p.start(OpKind.PACK, down(7, 5))
         other = p.start(OpKind.PACK, down(3, 6))
         threading.Timer(0.05, held.go.set).start()
         copy = p.start(OpKind.COPY, Part(Kind.HISTORY, Tier.GPU, (7,), Tier.GPU, (2,)))
         assert arrival.queued
         assert [end.delivered for end in (again, pack, other, copy)] == [1] * 4
         assert p.page(2) == joined(p, want[0])
-        assert bytes(p.host.frames[5][: PLAIN.page_bytes()].tolist()) == joined(p, want[2])
+        assert bytes(p.host.frames[5][: PLAIN.page_bytes()].tolist()) == joined(p, want[0])
+        assert p.page(8) == joined(p, want[2])
 
 
 def test_close_waits_for_what_is_not_even_queued(
