@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kvtier.errors import ConfigError
 from kvtier.layouts.base import DTYPE_BYTES, ROW_DTYPES, Component, Layout, Share
+from kvtier.layouts.drafts import draft_state
 
 __all__ = ["mla"]
 
@@ -28,6 +29,8 @@ def mla(
     page_tokens: int = 64,
     draft_layers: int = 0,
     max_draft: int = 0,
+    draft_state_values: int = 0,
+    draft_state_dtype: str = "bfloat16",
     window_layers: Sequence[int] = (),
     window: int | None = None,
     window_record: str = "fp8",
@@ -38,7 +41,8 @@ def mla(
     ``rope_layout`` says in which order the rope values lie: "half" (all first elements of the
     rotated pairs, then all second) or "interleaved" (pairs adjacent).  It is part of the
     fingerprint, since the same model writes other bytes in the other order.
-    ``draft_layers`` adds that many layers behind the model's own (next-n predictors).
+    ``draft_layers`` adds that many layers behind the model's own (next-n predictors); with
+    ``draft_state_values`` a page also holds what they need of its last token (``draft_state``).
 
     ``window_layers`` are those whose queries see ``window`` tokens, their own included.  Their rows
     are no history but a tail, component ``window_latent``: with ``window_record`` "fp8" packed to
@@ -66,12 +70,21 @@ def mla(
         layers=tuple(i for i in range(layers + draft_layers) if i not in windowed),
         dtype=dtype,
     )
-    components = (latent,)
+    carried = draft_state(
+        values=draft_state_values,
+        dtype=draft_state_dtype,
+        draft_layers=draft_layers,
+        layer=layers,
+        page_tokens=page_tokens,
+    )
+    components = (latent, *carried)
     meta: dict[str, str | int] = {
         "rope_layout": rope_layout,
         "latent_dim": latent_dim,
         "rope_dim": rope_dim,
     }
+    if carried:
+        meta["draft_state_values"] = draft_state_values
     if window is not None:
         per_page = _window_page(window, page_tokens, window_page_tokens)
         if window_record not in WINDOW_RECORDS:
@@ -94,7 +107,7 @@ def mla(
             planes=(PACKED_BYTES,) if packed else (),
             checkpoint_slots=per_page if window == 1 else None,  # a checkpoint holds something
         )
-        components = (latent, rows)
+        components = (latent, *carried, rows)
         meta["window_record"] = window_record
     return Layout(
         name="mla_swa" if windowed else "mla",

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.layouts.base import Component, Layout, Share
+from kvtier.layouts.drafts import draft_state
 
 __all__ = ["swa_c4_c128"]
 
@@ -62,6 +63,8 @@ def swa_c4_c128(
     tail: str = "minimal",
     draft_layers: int = 0,
     max_draft: int = 0,
+    draft_state_values: int = 0,
+    draft_state_dtype: str = "bfloat16",
 ) -> Layout:
     """Layout of a model whose layer i compresses ``layer_ratios[i]`` tokens into one entry: 0 (it
     has a window only), 4 or 128.
@@ -77,6 +80,8 @@ def swa_c4_c128(
     likewise, "fp8", "mxfp4" or "fp32".  A checkpoint holds with ``tail="minimal"`` one window page
     and the rows that are read again, with "seed" two window pages and the rows' second halves too.
     ``max_draft`` lengthens the rings, so that rejected tokens overwrite nothing that is still read.
+    With ``draft_state_values`` a page also holds what draft layers need of its last token
+    (``draft_state``, history).
 
     Raises ConfigError naming the argument.
     """
@@ -115,6 +120,13 @@ def swa_c4_c128(
         history += [_history("c128", 128, entry, on, page_tokens)]
         ring = _ring(128, max_draft, page_tokens)
         states += [_state("c128_state", head_dim, on, ring, kept=0)]
+    history += draft_state(
+        values=draft_state_values,
+        dtype=draft_state_dtype,
+        draft_layers=draft_layers,
+        layer=len(ratios),
+        page_tokens=page_tokens,
+    )
     swa = Component(
         name="swa",
         share=Share.TAIL,
@@ -139,6 +151,7 @@ def swa_c4_c128(
             "rope_dim": rope_dim,
             "index_dim": index_dim,
             "scores": "with position bias",
+            **({"draft_state_values": draft_state_values} if draft_state_values else {}),
         },
         draft_layers=draft_layers,
         max_draft=max_draft,
