@@ -130,6 +130,8 @@ def pack_tails(
     turn, each to its end.
     """
     _check_tails(sections, tails, records, rows)
+    if not sections.storages:
+        return
     if _one_launch(records.device):
         _launch(sections, *_flat(sections, tails, records, rows), unpack=False)
         return
@@ -148,6 +150,8 @@ def unpack_tails(
     As ``pack_tails``; a page of -1 is skipped.
     """
     _check_tails(sections, tails, records, rows)
+    if not sections.storages:
+        return
     if _one_launch(records.device):
         _launch(sections, *_flat(sections, tails, records, rows), unpack=True)
         return

@@ -110,6 +110,9 @@ _WHOLE = frozenset({(192, 128)})
 _V4_ROWS = frozenset({(128,), (512,)})
 """An indexer's key; an entry, or what a window keeps of a token."""
 
+_PLAIN_ROWS = _V4_ROWS | {(576,)}
+"""What plain rows may be written as records."""
+
 _DENSE = "dense"
 _INDEX_RECORDS = (_DENSE, "index_fp8", "index_mxfp4")
 _LATENT_RECORDS = (_DENSE, "mla_fp8")
@@ -166,17 +169,17 @@ _ROWS: tuple[_Row, ...] = (
             record,
             "triton",
             _triton(module, name),
-            _dims(records.RECORDS[record]) or _V4_ROWS,
-            dtypes,
+            _dims(records.RECORDS[record]) or plain,
+            _SINGLES,
             _CUDA,
         )
-        for operation, module, name, dtypes, of in (
-            ("write_record", "write", "write_records", _SINGLES, tuple(records.RECORDS)),
-            ("write_normed", "write", "write_normed", _SINGLES, _V4_RECORDS),
-            ("compress_write", "compress", "compress_write", _SINGLES, _V4_RECORDS),
-            ("head_norm_rope", "query", "head_norm_rope", _SINGLES, (_DENSE,)),
-            ("inverse_rope", "query", "inverse_rope", _SINGLES, (_DENSE,)),
-            ("index_query", "query", "index_query", _SINGLES, _INDEX_RECORDS),
+        for operation, module, name, plain, of in (
+            ("write_record", "write", "write_records", _PLAIN_ROWS, tuple(records.RECORDS)),
+            ("write_normed", "write", "write_normed", _V4_ROWS, _V4_RECORDS),
+            ("compress_write", "compress", "compress_write", _V4_ROWS, _V4_RECORDS),
+            ("head_norm_rope", "query", "head_norm_rope", _V4_ROWS, (_DENSE,)),
+            ("inverse_rope", "query", "inverse_rope", _V4_ROWS, (_DENSE,)),
+            ("index_query", "query", "index_query", _V4_ROWS, _INDEX_RECORDS),
         )
         for record in of
     ),

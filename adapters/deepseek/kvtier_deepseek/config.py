@@ -25,11 +25,15 @@ def layout_for(
     page_tokens: int | None = None,
     dtype: torch.dtype | str | None = None,
     tail: str | None = None,
+    window_record: str | None = None,
 ) -> Layout:
     """Layout of a DeepSeek-V2-Lite, V2, V3 or V4 model's cache, from its configuration.
 
     V2 and V3: ``record`` is "dense" (plain values, the default), ``dtype`` is that of the values
-    (default: the configuration's own, or bfloat16 where it has none).  V4, in the schema of the
+    (default: the configuration's own, or bfloat16 where it has none).  Their layers may have a
+    window (MLA_SWA), by ``window_attn_skip_freq``, a list with 1 for each that has and 0 for each
+    that has not, or by ``layer_types``: these keep their rows as ``window_record`` says, "fp8"
+    (656 bytes, the default) or "dense".  V4, in the schema of the
     released checkpoints or in HF's: ``record`` is "fp8" (584 bytes, the default) or "fp32",
     ``index_record`` "fp8" (the default), "mxfp4" or "fp32", ``tail`` "minimal" (the default) or
     "seed".  ``page_tokens`` defaults to 64, for V4 to 256.  Raises UnsupportedModel naming the
@@ -39,6 +43,8 @@ def layout_for(
     if model_type in v4_config.MODEL_TYPES:
         if dtype is not None:
             raise UnsupportedModel(f"dtype {dtype!r}: V4's values are of its record formats' types")
+        if window_record is not None:
+            raise UnsupportedModel(f"window_record {window_record!r}: V4's windows are as record")
         return v4_config.layout_for(
             config, record=record, index_record=index_record, page_tokens=page_tokens, tail=tail
         )
@@ -47,4 +53,10 @@ def layout_for(
     for name, value in (("index_record", index_record), ("tail", tail)):
         if value is not None:
             raise UnsupportedModel(f"{name} {value!r}: {model_type} has none")
-    return mla_config.layout_for(config, record=record, page_tokens=page_tokens, dtype=dtype)
+    return mla_config.layout_for(
+        config,
+        record=record,
+        window_record=window_record,
+        page_tokens=page_tokens,
+        dtype=dtype,
+    )

@@ -181,7 +181,8 @@ def validate_tail_step(
     page_tokens = layout.page_tokens
     _check_rows(step, names, page_tokens, num_pages)
     _check_window_table(step, layout, num_windows)
-    _check_state_slots(step, num_states)
+    if layout.states:
+        _check_state_slots(step, num_states)
     windows = None
     if layout.windows:
         windows = _page_of_token(step.window_table, step, layout.windows[0].slots_per_page)

@@ -61,7 +61,8 @@ class MlaAttention:
         self._kernel(run, "write_rows")(rows, run.step.slot_mapping[COMPONENT], latent)
         run.written.append(self.index)
         out = hidden.new_empty(hidden.shape[1], self.dims.heads, self.dims.value)
-        weight = self._up_weight(hidden.dtype)
+        weight = self.up_weight(hidden.dtype)
+        reports = not run.forms  # the first layer that has forms
         for group in run.groups if weight is not None else (run.whole,):
             pick = slice(None) if group.tokens is None else group.tokens
             if group.form == "absorbed" and weight is not None:
@@ -70,7 +71,7 @@ class MlaAttention:
                 query = torch.cat((q_nope[pick], q_rope[pick]), dim=-1)
                 part = self._materialised(run, group, query, rows)
             out[pick] = part
-            if len(run.written) == 1:
+            if reports:
                 taken = run.forms.get(group.form, 0)
                 run.forms[group.form] = taken + len(group.batch.query_lens)
         result: Tensor = self.module.o_proj(out.flatten(1)[None])  # type: ignore[operator]
@@ -93,13 +94,13 @@ class MlaAttention:
         self.kernels["write_rows"].run(rows, counts[:1].long(), rows[:1].clone())
         query = norm.new_zeros(1, d.heads, d.latent + d.rope)
         run = self.kernels["mla_absorbed"].run
-        run(query, rows, batch, latent_dim=d.latent, scale=self._scale)
+        run(query, rows, batch, latent_dim=d.latent, scale=self.scale)
         query = norm.new_zeros(1, d.heads, d.nope + d.rope)
         run = self.kernels["mla_materialised"].run
-        up = self._up_project
-        run(query, rows, batch, up, dims=d, scale=self._scale, max_rows=page_tokens)
+        up = self.up_project
+        run(query, rows, batch, up, dims=d, scale=self.scale, max_rows=page_tokens)
         if whole := self.kernels.get("mla_materialised_whole"):
-            whole.run(query, rows, batch, up, dims=d, scale=self._scale)
+            whole.run(query, rows, batch, up, dims=d, scale=self.scale)
 
     def project(self, hidden: Tensor, embeddings: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Queries without and with position, (n, heads, nope) and (n, heads, rope), and the rows
@@ -139,7 +140,7 @@ class MlaAttention:
             rows,
             group.batch,
             latent_dim=d.latent,
-            scale=self._scale,
+            scale=self.scale,
             workspace_bytes=self.workspace_bytes,
         )
         return torch.einsum("nhl,hvl->nhv", out, value_up)
@@ -148,7 +149,7 @@ class MlaAttention:
         longest = max(group.batch.kv_lens, default=0)
         if longest <= self.max_rows and "mla_materialised_whole" in self.kernels:
             whole: Tensor = self._kernel(run, "mla_materialised_whole")(
-                query, rows, group.batch, self._up_project, dims=self.dims, scale=self._scale
+                query, rows, group.batch, self.up_project, dims=self.dims, scale=self.scale
             )
             return whole
         out: Tensor
@@ -156,14 +157,15 @@ class MlaAttention:
             query,
             rows,
             group.batch,
-            self._up_project,
+            self.up_project,
             dims=self.dims,
-            scale=self._scale,
+            scale=self.scale,
             max_rows=self.max_rows,
         )
         return out
 
-    def _up_project(self, latent: Tensor) -> Tensor:
+    def up_project(self, latent: Tensor) -> Tensor:
+        """Keys without position and values (m, heads, nope + value) of latents (m, latent)."""
         up: Tensor = self.module.kv_b_proj(latent)  # type: ignore[operator]
         return up.view(latent.shape[0], self.dims.heads, self.dims.nope + self.dims.value)
 
@@ -171,9 +173,9 @@ class MlaAttention:
     def absorbs(self) -> bool:
         """Whether decode steps take the absorbed form, as the module is now."""
         norm: Any = self.module.kv_a_layernorm
-        return self._up_weight(norm.weight.dtype) is not None
+        return self.up_weight(norm.weight.dtype) is not None
 
-    def _up_weight(self, dtype: torch.dtype) -> Tensor | None:
+    def up_weight(self, dtype: torch.dtype) -> Tensor | None:
         """The up-projection's weight where it may be absorbed, asked anew at every call."""
         d = self.dims
         linear = self.module.kv_b_proj
@@ -182,7 +184,8 @@ class MlaAttention:
         return weight if weight is not None and weight.dtype == dtype else None
 
     @property
-    def _scale(self) -> float:
+    def scale(self) -> float:
+        """Of scores, as the module has it now."""
         scale: float = self.module.scaling  # type: ignore[assignment]
         return scale
 

@@ -5,18 +5,34 @@ from types import MappingProxyType
 from typing import Any, cast, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvtier import ConfigError, LayoutMismatch
-from kvtier.kernels import Case, HeadDims, Kernel, select_all, workspace_rows
+from kvtier.kernels import RECORDS, Case, HeadDims, Kernel, Record, select_all, workspace_rows
 from kvtier.layouts import Layout
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.errors import UnsupportedModel
-from kvtier_deepseek.metadata import DeviceStepLike, StepLike, row_lens, validate_step
+from kvtier_deepseek.fields import size
+from kvtier_deepseek.metadata import (
+    DeviceStepLike,
+    StepLike,
+    TailDeviceStepLike,
+    TailStepLike,
+    row_lens,
+    validate_step,
+    validate_tail_step,
+)
 from kvtier_deepseek.mla import structure
 from kvtier_deepseek.mla.attention import COMPONENT, MlaAttention, MlaRun
-from kvtier_deepseek.mla.config import head_dims
+from kvtier_deepseek.mla.config import head_dims, window_layers
 from kvtier_deepseek.mla.grouping import absorb_limit, make_run
+from kvtier_deepseek.mla.window import (
+    FORMATS,
+    WINDOW,
+    WindowAttention,
+    captures_of,
+    window_run,
+)
 
 __all__ = ["MlaFamily", "mla_family"]
 
@@ -27,13 +43,17 @@ class MlaFamily:
 
     options: Mapping[str, Any] = MappingProxyType({})
 
-    def __init__(self, layout: Layout, layers: list[MlaAttention], max_absorbed: int) -> None:
-        self._page_tokens = layout.page_tokens
+    def __init__(
+        self, layout: Layout, layers: list[MlaAttention | WindowAttention], max_absorbed: int
+    ) -> None:
+        self._layout = layout
         self._layers = layers
+        self._full = [layer for layer in layers if isinstance(layer, MlaAttention)]
+        self._windowed = [layer for layer in layers if isinstance(layer, WindowAttention)]
         self._max_absorbed = max_absorbed
 
     @property
-    def layers(self) -> Sequence[MlaAttention]:
+    def layers(self) -> Sequence[MlaAttention | WindowAttention]:
         return self._layers
 
     @property
@@ -42,7 +62,7 @@ class MlaFamily:
 
     @property
     def max_rows(self) -> int:
-        return self._layers[0].max_rows
+        return self._full[0].max_rows
 
     @property
     def decoding(self) -> Mapping[str, Kernel]:
@@ -50,29 +70,53 @@ class MlaFamily:
             raise ConfigError(
                 f"max_absorbed={self._max_absorbed}: decoding takes the absorbed form"
             )
-        for layer in self._layers:
+        for layer in (*self._full, *(layer.full for layer in self._windowed)):
             if not layer.absorbs:
                 raise ConfigError(f"layer {layer.index}: its kv_b_proj cannot be absorbed")
-        return {name: self._layers[0].kernels[name] for name in ("write_rows", "mla_absorbed")}
+        kernels = {name: self._full[0].kernels[name] for name in ("write_rows", "mla_absorbed")}
+        for windowed in self._windowed[:1]:
+            kernels |= {name: windowed.kernels[name] for name in ("write_window", "mla_sparse")}
+        return kernels
 
     def check_step(self, step: StepLike, device: DeviceStepLike) -> None:
-        page_tokens = self._page_tokens
-        slots = device.layer(self._layers[0].index).rows(COMPONENT).shape[0]
-        validate_step(step, page_tokens=page_tokens, num_pages=slots // page_tokens)
-
-    def make_run(self, step: StepLike, device: DeviceStepLike, bound: int | None) -> MlaRun:
-        return make_run(
-            device,
-            row_lens(step, device, bound),
-            page_tokens=self._page_tokens,
-            max_absorbed=self._max_absorbed,
+        page_tokens = self._layout.page_tokens
+        slots = device.layer(self._full[0].index).rows(COMPONENT).shape[0]
+        if not self._windowed:
+            validate_step(step, page_tokens=page_tokens, num_pages=slots // page_tokens)
+            return
+        (window,) = self._layout.windows
+        rows = device.layer(self._windowed[0].index).rows(WINDOW)
+        validate_tail_step(
+            cast(TailStepLike, step),
+            self._layout,
+            num_pages=slots // page_tokens,
+            num_windows=rows.shape[0] // (1 if window.planes else window.slots_per_page),
         )
 
+    def make_run(self, step: StepLike, device: DeviceStepLike, bound: int | None) -> MlaRun:
+        run = make_run(
+            device,
+            row_lens(step, device, bound),
+            page_tokens=self._layout.page_tokens,
+            max_absorbed=self._max_absorbed,
+        )
+        if not self._windowed:
+            return run
+        captures = None if bound is not None else self._captures(step, device)
+        return window_run(run, cast(TailDeviceStepLike, device), captures, self._layout.windows[0])
+
     def capture(self, step: StepLike, device: DeviceStepLike) -> None:
-        pass
+        if self._windowed and (captures := self._captures(step, device)) is not None:
+            for layer in self._windowed:
+                layer.capture(cast(TailDeviceStepLike, device).layer(layer.index), captures)
 
     def warmup(self) -> None:
-        self._layers[0].warmup(self._page_tokens)
+        self._full[0].warmup(self._layout.page_tokens)
+        for layer in self._windowed[:1]:
+            layer.warmup()
+
+    def _captures(self, step: StepLike, device: DeviceStepLike) -> Tensor | None:
+        return captures_of(cast(TailStepLike, step), self._layout, device.input_ids.device)
 
 
 def mla_family(
@@ -100,34 +144,57 @@ def mla_family(
             f"{layout.meta['rope_layout']}"
         )
     device = next(model.parameters()).device
-    kernels = select_all(_cases(dims, dtype, device.type), backend=backend)
+    cases = _cases(dims, dtype, device.type)
+    if layout.windows:
+        record = RECORDS[FORMATS[str(layout.meta["window_record"])]]
+        cases |= _window_cases(dims, record, dtype, device.type)
+    kernels = select_all(cases, backend=backend)
     max_rows = workspace_rows(workspace_bytes, dims, dtype.itemsize, layout.page_tokens)
-    attentions = [
+    full = [
         MlaAttention(layer.module, layer.index, rotation, dims, kernels, max_rows, workspace_bytes)
         for layer, rotation in zip(layers, rotations, strict=True)
     ]
+    attentions: list[MlaAttention | WindowAttention] = list(full)
+    for window in layout.windows:
+        for each in full:
+            if each.index in window.layers:
+                attentions[each.index] = WindowAttention(each, window, record)
     limit = absorb_limit(dims) if max_absorbed is None else max_absorbed
     return MlaFamily(layout, attentions, limit)
 
 
 def _check_layout(layout: Layout, config: Any, dtype: torch.dtype) -> None:
-    """Raises LayoutMismatch naming the first field in which ``layout`` is not this model's."""
-    wanted = layout_for(config, page_tokens=layout.page_tokens, dtype=dtype)
+    """Raises LayoutMismatch naming the first field in which ``layout`` is not this model's.
+
+    How windows are stored and the sizes of pages are the layout's to choose; the rest is the
+    model's.
+    """
+    record = layout.meta.get("window_record") if window_layers(config) else None
+    wanted = layout_for(
+        config,
+        page_tokens=layout.page_tokens,
+        dtype=dtype,
+        window_record=None if record is None else str(record),
+    )
     if layout.name != wanted.name:
         raise LayoutMismatch(f"layout is {layout.name!r}, the model needs {wanted.name!r}")
     for name, value in wanted.meta.items():
         if layout.meta.get(name) != value:
             raise LayoutMismatch(f"{name} is {layout.meta.get(name)!r}, the model has {value!r}")
-    mine, needed = layout.components[0], wanted.components[0]
-    drafts = layout.draft_layers
-    for name, have, want in (
-        ("component", mine.name, COMPONENT),
-        ("dtype", mine.dtype, needed.dtype),
-        ("slot_bytes", mine.slot_bytes, needed.slot_bytes),
-        ("layers", mine.layers, tuple(range(len(needed.layers) + drafts))),
-    ):
-        if have != want:
-            raise LayoutMismatch(f"{name} is {have!r}, the model needs {want!r}")
+    if (names := [c.name for c in layout.components]) != [c.name for c in wanted.components]:
+        raise LayoutMismatch(f"component is {names}, the model needs {wanted.components}")
+    model_layers = size(config, "num_hidden_layers")
+    draft_layers = range(model_layers, model_layers + layout.draft_layers)
+    for mine, needed in zip(layout.components, wanted.components, strict=True):
+        drafts = tuple(i for i in mine.layers if i in draft_layers)
+        for name, have, want in (
+            ("dtype", mine.dtype, needed.dtype),
+            ("slot_bytes", mine.slot_bytes, needed.slot_bytes),
+            ("layers", mine.layers, needed.layers + drafts),
+            ("window", mine.window, needed.window),
+        ):
+            if have != want:
+                raise LayoutMismatch(f"{mine.name}: {name} is {have!r}, the model needs {want!r}")
 
 
 def _cases(dims: HeadDims, dtype: torch.dtype, device: str) -> dict[str, Case]:
@@ -140,3 +207,20 @@ def _cases(dims: HeadDims, dtype: torch.dtype, device: str) -> dict[str, Case]:
         "mla_materialised_whole": whole,
     }
     return {name: Case(name, "dense", dim, dtype, device) for name, dim in sizes.items()}
+
+
+def _window_cases(
+    dims: HeadDims, record: Record, dtype: torch.dtype, device: str
+) -> dict[str, Case]:
+    width = dims.latent + dims.rope
+    return {
+        "write_window": Case("write_record", record.name, (width,), dtype, device),
+        "mla_sparse": Case("mla_sparse", record.name, (width, dims.latent), dtype, device),
+        "mla_sparse_materialised": Case(
+            "mla_sparse_materialised",
+            record.name,
+            (dims.nope + dims.rope, dims.value),
+            dtype,
+            device,
+        ),
+    }
