@@ -249,9 +249,10 @@ class Lease:
 
         Exact for layouts without tails.  With tails, rolling back committed tokens lands on the
         nearest checkpoint at or before ``n``, and the lease restores: wait on ``ready`` again.
-        (Drafts need no truncate: rejected ones were never committed.)  Raises LeaseError for an
-        ``n`` past ``num_tokens``, and OutOfPages with nothing changed where the last page is
-        shared and there is no room for a copy.
+        (Drafts need no truncate: rejected ones were never committed.)  ``truncate(num_tokens)``
+        gives back the room that was reserved and not used, in every layout.  Raises LeaseError
+        for an ``n`` past ``num_tokens``, and OutOfPages with nothing changed where the last page
+        is shared and there is no room for a copy.
         """
         n = as_int("n", n, least=0)
         self._fence()

@@ -56,6 +56,46 @@ BUGS = [
         "if most is not None and n > most and",
         "if most is not None and n > 64 and",
     ),
+    # ---------------------------------------------------------------- speculation
+    Bug(
+        "speculation: windows go by what is scheduled",
+        "writing",
+        "below = max(0, rec.length - self._reach_back)",
+        "below = max(0, rec.capacity - self._reach_back)",
+    ),
+    Bug(
+        "speculation: captures of rejected page ends stay taken",
+        "writing",
+        "                self.return_captures(rec)\n                self._free_windows(rec)",
+        "                self._free_windows(rec)",
+    ),
+    Bug(
+        "speculation: a page that drafts filled is published",
+        "writing",
+        "        last = rec.length // page\n",
+        "        last = min(-(-rec.length // page), rec.capacity // page)\n",
+    ),
+    Bug(
+        "speculation: a fork takes windows of rejected tokens",
+        "branching",
+        "            held = self.geometry.windows_at(rec.length, self.geometry.max_draft)",
+        "            held = range(1 << 30)",
+    ),
+    Bug(
+        "speculation: what was reserved for drafts never comes back",
+        "branching",
+        "            self.writing.cut_windows(rec)\n",
+        "",
+    ),
+    Bug(
+        "speculation: a failed step commits what was accepted",
+        "machine",
+        "        self.writing.abandon(recs)\n",
+        "        self.writing.abandon(recs)\n"
+        "        for rec, n in zip(recs, counts, strict=True):\n"
+        "            rec.length += n\n"
+        "            rec.tokens += bytes(4 * n)\n",
+    ),
     # ---------------------------------------------------------------- leases and restore
     Bug(
         "an opened lease does not pin its prefix",

@@ -40,6 +40,7 @@ class Branching:
         page, res = self.geometry.page_tokens, self.residency
         if n == rec.length:
             self.writing.cut(rec, -(-n // page))
+            self.writing.cut_windows(rec)
             return n, []
         if self.geometry.has_tails:
             return self.to_checkpoint(rec, n)
@@ -88,7 +89,8 @@ class Branching:
     ) -> tuple[LeaseRecord, list[Op]]:
         """A second lease on the same tokens: full pages shared, the partial one and the tail
         copied, and so are full pages that each of the two has yet to publish (of a span that is
-        not committed to its end).  Raises OutOfPages, having changed nothing."""
+        not committed to its end).  What is only reserved, or was rejected, stays behind.  Raises
+        OutOfPages, having changed nothing."""
         rec.check_active()
         page, private = self.geometry.page_tokens, self.operations.private
         full = len(rec.nodes) if rec.write else rec.length // page
@@ -99,12 +101,10 @@ class Branching:
             raise OutOfPages(len(copied), len(copied) - missing)
         tail = None
         if rec.tail is not None:
-            tail = self.tails.take(range(0))
-            if tail is None or self.tails.windows.free < len(rec.tail.windows):
-                if tail is not None:
-                    self.tails.disown(tail)
+            held = self.geometry.windows_at(rec.length, self.geometry.max_draft)
+            tail = self.tails.take_like(rec.tail, held)
+            if tail is None:
                 raise OutOfPages(1, 0, "state slots or window pages")
-            self.tails.windows_like(tail, rec.tail)
         kid = LeaseRecord(
             id=next(self.ids),
             row=self.tables.free.pop(),
@@ -154,7 +154,7 @@ class Branching:
 
     def _copy_tail(self, rec: LeaseRecord, kid: LeaseRecord) -> Op:
         assert rec.tail is not None and kid.tail is not None
-        pages = range(min(rec.tail.windows, default=0), max(rec.tail.windows, default=-1) + 1)
+        pages = range(min(kid.tail.windows, default=0), max(kid.tail.windows, default=-1) + 1)
         part = Part(
             Kind.TAIL,
             Tier.GPU,

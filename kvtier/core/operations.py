@@ -249,13 +249,17 @@ class TailPools:
         missing = [p for p in pages if p not in tail.windows]
         tail.windows |= dict(zip(missing, self.windows.take(len(missing)), strict=True))
 
-    def windows_like(self, tail: Tail, other: Tail) -> None:
-        frames = self.windows.take(len(other.windows))
-        tail.windows = dict(zip(other.windows, frames, strict=True))
+    def take_like(self, other: Tail, pages: range) -> Tail | None:
+        """A new tail with those of ``pages`` that ``other`` holds, or None if there is no room."""
+        held = [p for p in other.windows if p in pages]
+        tail = self.take(range(0)) if self.windows.free >= len(held) else None
+        if tail is not None:
+            tail.windows = dict(zip(held, self.windows.take(len(held)), strict=True))
+        return tail
 
-    def cut(self, tail: Tail, below: int) -> list[int]:
-        """Free the window pages before page ``below``; returns them."""
-        gone = [p for p in tail.windows if p < below]
+    def cut(self, tail: Tail, below: int, stop: int | None = None) -> list[int]:
+        """Free the window pages before page ``below``, and from ``stop`` on; returns them."""
+        gone = [p for p in tail.windows if p < below or (stop is not None and p >= stop)]
         self.windows.give(tail.windows.pop(p) for p in gone)
         return gone
 

@@ -89,6 +89,13 @@ class Writing:
         self.tables.cut(rec.row, keep)
         rec.capacity = len(rec.frames) * self.geometry.page_tokens
 
+    def cut_windows(self, rec: LeaseRecord) -> None:
+        """Give back a lease's window pages past its committed tokens."""
+        if self.geometry.window and rec.tail is not None:
+            stop = -(-rec.length // self.geometry.window_page)
+            for p in self.tails.cut(rec.tail, 0, stop):
+                self.tables.put_window(rec.row, p, -1)
+
     def _windows_due(
         self, recs: Sequence[LeaseRecord], counts: Sequence[int]
     ) -> list[tuple[LeaseRecord, range]]:

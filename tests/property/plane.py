@@ -104,6 +104,9 @@ class FakePlane:
         self.checkpoints: dict[int, Any] = {}  # device checkpoint frames
         self.windows: dict[int, dict[int, Any]] = {}
         self.states: dict[int, Any] = {}
+        self.ring = geometry.max_rejected + 1 if geometry.max_rejected is not None else 0
+        """Rows of a state, by position: the one that is read and as many as may be rejected.  0: a
+        state is the last token's row, and whoever rejects tokens puts it right."""
         self.live: dict[int, Op] = {}
         self.read: dict[tuple[int, int], Any] = {}  # (op, part) -> what its source held when read
 
@@ -117,7 +120,7 @@ class FakePlane:
                     self._write(part, self._source(part))
             elif op.kind is OpKind.CLEAR:
                 for part in op.parts:
-                    self.states[part.dst[0]] = ()
+                    self.states[part.dst[0]] = {} if self.ring else ()
             elif op.kind in (OpKind.PACK, OpKind.RESTORE):
                 for i, part in enumerate(op.parts):
                     if early and op.kind is OpKind.RESTORE:
@@ -181,7 +184,8 @@ class FakePlane:
         if part.live_src:
             state, *windows = part.src
             pages = {i: dict(self.windows.get(f, {})) for i, f in enumerate(windows) if f >= 0}
-            return ("tail", self.states.get(state), pages)
+            content = self.states.get(state)
+            return ("tail", dict(content) if isinstance(content, dict) else content, pages)
         if part.kind is Kind.CHECKPOINT and part.source is Tier.GPU:
             return self.checkpoints.get(part.src[0])
         value = self.history.get((part.source, part.src[0]))
@@ -211,6 +215,10 @@ class FakePlane:
                     self.windows[frame] = {}
             return
         _, content, pages = value
+        if isinstance(content, dict):  # of a ring a checkpoint has a part, and leaves the rest
+            before = self.states.get(state)
+            stays = before if part.kind is Kind.CHECKPOINT and isinstance(before, dict) else {}
+            content = {**stays, **content}
         self.states[state] = content
         for index, frame in enumerate(windows):
             if frame >= 0:
@@ -237,7 +245,25 @@ class FakePlane:
             self.windows.setdefault(window, {})[position] = row
         if g.has_tails:
             assert rec.tail is not None
-            self.states[rec.tail.state] = row
+            self._write_state(rec.tail.state, position, row)
+
+    def _write_state(self, slot: int, position: int, row: Row) -> None:
+        if not self.ring:
+            self.states[slot] = row
+            return
+        held = self.states.get(slot)
+        rows = dict(held) if isinstance(held, dict) else {}
+        rows[position % self.ring] = row
+        self.states[slot] = rows
+
+    def _state(self, slot: int, length: int) -> Any:
+        """What the next token reads of a state at ``length`` tokens."""
+        held = self.states[slot]
+        if not self.ring:
+            return held
+        if not length:
+            return ()
+        return held.get((length - 1) % self.ring) if isinstance(held, dict) else held
 
     def capture(self, rec: LeaseRecord, position: int, frame: int) -> None:
         """Copy the live tail, which stands at ``position`` tokens, to a checkpoint frame."""
@@ -249,7 +275,9 @@ class FakePlane:
             index = p // g.window_page - first // g.window_page
             row = self.windows[rec.tail.windows[p // g.window_page]][p]
             pages.setdefault(index, {})[p] = row
-        self.checkpoints[frame] = ("tail", self.states[rec.tail.state], pages)
+        state = self._state(rec.tail.state, position)
+        kept = {(position - 1) % self.ring: state} if self.ring else state
+        self.checkpoints[frame] = ("tail", kept, pages)
 
     # ------------------------------------------------------------------ checks
     def poison(self, core: CacheCore) -> None:
@@ -263,6 +291,30 @@ class FakePlane:
             self.windows[frame] = {}
         for slot in core.tails.states._free:
             self.states[slot] = GARBAGE
+        for rec in core.leases.values():
+            if rec.state is LeaseState.ACTIVE:
+                self._poison_rejected(rec)
+
+    def _poison_rejected(self, rec: LeaseRecord) -> None:
+        """Nor on rows past a lease's committed tokens, whatever was drafted there."""
+        page, g = self.geometry.page_tokens, self.geometry
+        for i in range(rec.length // page, len(rec.frames)):
+            rows = self.history.get((Tier.GPU, rec.frames[i]))
+            if isinstance(rows, list) and rec.owned[i]:
+                kept = rows[: max(0, rec.length - i * page)]
+                self.history[Tier.GPU, rec.frames[i]] = [
+                    *kept,
+                    *[GARBAGE] * (len(rows) - len(kept)),
+                ]
+        if rec.tail is None:
+            return
+        for frame in rec.tail.windows.values() if g.window else ():
+            held = self.windows.get(frame, {})
+            self.windows[frame] = {p: r if p < rec.length else GARBAGE for p, r in held.items()}
+        held = self.states.get(rec.tail.state)
+        if self.ring and isinstance(held, dict):
+            last = (rec.length - 1) % self.ring if rec.length else -1
+            self.states[rec.tail.state] = {k: r if k == last else GARBAGE for k, r in held.items()}
 
     def check_lease(self, core: CacheCore, rec: LeaseRecord, epoch: int) -> None:
         """Every byte an active lease may read was written for exactly its tokens."""
@@ -286,7 +338,7 @@ class FakePlane:
             )
         if self.geometry.has_tails:
             assert rec.tail is not None
-            state = self.states[rec.tail.state]
+            state = self._state(rec.tail.state, rec.length)
             assert right(state, rec.length) if rec.length else state == (), (
                 f"I8: lease {rec.id} stands on state {state!r}, not {prefix}"
             )

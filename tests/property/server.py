@@ -24,7 +24,16 @@ from kvtier.errors import LeaseNotReady, LeaseReleased, OutOfPages
 from kvtier.seams import ENTRY
 from kvtier.tokens import TokenBuffer
 from kvtier.types import CacheStats, Identity, LeaseState, Span, Tier
-from tests.property.plane import FakeDisk, FakePlane, Item, Row, items, prefix_of, tokens_of
+from tests.property.plane import (
+    GARBAGE,
+    FakeDisk,
+    FakePlane,
+    Item,
+    Row,
+    items,
+    prefix_of,
+    tokens_of,
+)
 
 REACHED: Counter[str] = Counter()
 Known = tuple[Identity, tuple[int, ...], tuple[Span, ...]]
@@ -241,6 +250,40 @@ class FakeServer:
         self.commit(recs, news)
         return True
 
+    def speculate(
+        self,
+        recs: list[LeaseRecord],
+        accepted: list[list[int]],
+        rejected: list[int],
+        *,
+        drafting: bool = False,
+        fail: bool = False,
+    ) -> bool:
+        """One round: with ``drafting`` first a pass that writes what nobody accepts, then one that
+        verifies.  Nothing but the accepted tokens may be heard of."""
+        if drafting:
+            nodes = self.core.residency.tree.num_nodes
+            if not self.step(recs, [[] for _ in recs], rejected):
+                return False
+            assert self.core.residency.tree.num_nodes <= nodes, "drafts have been published"
+            REACHED["drafted"] += 1
+        was = [rec.length for rec in recs]
+        if not self.step(recs, accepted, rejected, fail=fail):
+            REACHED["speculative step failed"] += fail
+            return False
+        page, g = self.geometry.page_tokens, self.geometry
+        for rec, before, new, more in zip(recs, was, accepted, rejected, strict=True):
+            end = before + len(new)
+            assert rec.length == end
+            REACHED["all drafts accepted"] += bool(new) and not more
+            REACHED["no draft accepted"] += bool(more) and not new
+            REACHED["rejected across a page end"] += (end + more) // page > end // page
+            REACHED["rejected from a page end on"] += bool(more) and end % page == 0 and end > 0
+            if g.window:
+                over = (end + more - 1) // g.window_page > (end - 1) // g.window_page
+                REACHED["rejected across a window page"] += bool(more) and bool(end) and over
+        return True
+
     def commit(self, recs: list[LeaseRecord], news: list[list[int]]) -> None:
         core, page = self.core, self.geometry.page_tokens
         nodes = [len(r.nodes) for r in recs]
@@ -334,11 +377,13 @@ class FakeServer:
                 if i < len(new):
                     self.plane.capture(rec, len(tokens), due[len(tokens)])
                 else:
-                    self.plane.checkpoints[due[len(tokens)]] = "garbage"
+                    self.plane.checkpoints[due[len(tokens)]] = GARBAGE
+                    REACHED["captured what was rejected"] += 1
 
     def restore_state(self, rec: LeaseRecord) -> None:
-        """State is addressed by position: rejected tokens are undone by whoever wrote them."""
-        if rec.tail is not None and rec.state is LeaseState.ACTIVE:
+        """A state that is no ring: rejected tokens are undone by whoever wrote them."""
+        ring = self.plane.ring
+        if rec.tail is not None and rec.state is LeaseState.ACTIVE and not ring:
             prefix = prefix_of(rec)
             self.plane.states[rec.tail.state] = self.row(rec, prefix) if prefix else ()
 

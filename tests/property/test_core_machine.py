@@ -458,11 +458,72 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         extra = [data.draw(st.integers(0, self.geometry.max_draft or 2)) for _ in live]
         self.step(live, news, extra, fail=not fail)
 
+    @rule(
+        data=st.data(),
+        tokens=FULL,
+        cut=st.integers(0, 9),
+        rounds=st.integers(1, 4),
+        others=st.integers(0, 1),
+    )
+    def speculate_aimed(
+        self, data: Any, tokens: list[int], cut: int, rounds: int, others: int
+    ) -> None:
+        """Aim: rounds of drafts over every kind of edge, by one that shares its prefix with others;
+        then whatever may come while rejected tokens still lie there."""
+        self.seats(2 + others)
+        self.serve(tokens, release=data.draw(st.booleans()))
+        cut = min(cut, len(tokens))
+        made = [self.open([*tokens[:cut], 1]) for _ in range(1 + others)]
+        self.drain()
+        live = [r for r in made if r is not None and r.state is LeaseState.ACTIVE]
+        most = self.geometry.max_draft + 1 if self.geometry.max_rejected else 3
+        for _ in range(rounds):
+            drafted = data.draw(st.integers(0, most - 1))
+            kept = [data.draw(st.integers(0, drafted + 1)) for _ in live]
+            accepted = [
+                list(tokens[r.length : r.length + n]) for r, n in zip(live, kept, strict=True)
+            ]
+            rejected = [drafted + 1 - len(new) for new in accepted]
+            fail = not data.draw(st.integers(0, 7))
+            self.speculate(live, accepted, rejected, drafting=data.draw(st.booleans()), fail=fail)
+            live = [r for r in live if r.state is LeaseState.ACTIVE]
+            if not live:
+                return
+        self.after_rejection(data, live[-1])
+
+    def after_rejection(self, data: Any, rec: LeaseRecord) -> None:
+        """What else a scheduler may do at that moment."""
+        what = data.draw(st.sampled_from(["fork", "pause", "truncate", "give back", "evict", "go"]))
+        REACHED[f"{what} after rejection"] += 1
+        if what == "fork":
+            kid = self.fork(rec)
+            if kid is not None:
+                self.sound()
+                self.step([kid, rec], [[0, 1], [1, 0]], [1, 1])
+        elif what == "pause":
+            self.pause(rec)
+        elif what == "truncate":
+            self.truncate_to(rec, data.draw(st.integers(0, rec.length)))
+        elif what == "give back":
+            self.truncate_to(rec, rec.length)
+            page = self.geometry.page_tokens
+            assert rec.capacity == -(-rec.length // page) * page, "room is kept that was not used"
+            if rec.tail is not None and self.geometry.window:
+                assert all(p * self.geometry.window_page < rec.length for p in rec.tail.windows)
+        elif what == "evict":
+            for tier in ALL_TIERS:
+                self.run(self.core.evict(tier, 99)[1])
+        else:
+            self.run(self.core.release(rec))
+
     @precondition(lambda self: self.core.leases)
     @rule(data=st.data(), n=st.integers(0, 9))
     def truncate(self, data: Any, n: int) -> None:
         rec = self.pick(data)
-        n, shared = min(n, rec.length), rec.nodes
+        self.truncate_to(rec, min(n, rec.length))
+
+    def truncate_to(self, rec: LeaseRecord, n: int) -> None:
+        shared = rec.nodes
         try:
             got, ops = self.core.truncate(rec, n)
         except (LeaseReleased, LeaseNotReady):
@@ -763,7 +824,11 @@ EVERYWHERE = (
     "restoring with a reserve", "restarted with pages on disk", "found after a restart",
     "corrupted", "replayed", "expired", "pinned a checkpoint", "found bad by two",
     "tail lost to a failed step", "dearer to load than to compute", "restore in stages",
-    "settled early", "settled early on something",
+    "settled early", "settled early on something", "drafted", "speculative step failed",
+    "all drafts accepted", "no draft accepted", "rejected across a page end",
+    "rejected from a page end on", "rejected across a window page", "captured what was rejected",
+    "fork after rejection", "pause after rejection", "truncate after rejection",
+    "give back after rejection", "evict after rejection", "go after rejection",
 )  # fmt: skip
 SELDOM = {"resume refused": 20, "partial drop": 20, "died before a deletion": 20}
 LEAST = dict.fromkeys(EVERYWHERE, 100) | SELDOM
