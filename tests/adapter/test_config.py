@@ -140,3 +140,115 @@ def test_other_record_formats_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="record 'fp8'"):
         layout_for(config_of("v3"), record="fp8")
     assert layout_for(config_of("v3"), record="dense") == layout_for(config_of("v3"))
+
+
+class TestWindows:
+    """F4, AT-3.10: layers with a window, from a list with an entry for each and nothing else."""
+
+    @staticmethod
+    def config(**changes: Any) -> Any:
+        fields = {
+            **config_of("v3", num_hidden_layers=3).to_dict(),
+            "model_type": "deepseek_v3",
+            "sliding_window": 128,
+            "num_nextn_predict_layers": 1,
+            **changes,
+        }
+        return SimpleNamespace(**fields)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"window_attn_skip_freq": [0, 1, 1]},
+            {"window_attn_skip_freq": (0, 1, 1)},
+            {"window_attn_skip_freq": [0, 1, 1, 0]},  # with the next-n predictor's
+            {"window_attn_skip_freq": [0, 1, 1, 1]},
+            {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+            {
+                "window_attn_skip_freq": [0, 1, 1],
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            },
+        ],
+        ids=str,
+    )
+    def test_lists(self, fields: dict[str, Any]) -> None:
+        made = layout_for(self.config(**fields), window_record="dense")
+        assert [(c.name, c.layers) for c in made.components] == [
+            ("latent", (0,)),
+            ("window_latent", (1, 2)),
+        ]
+        assert made.windows[0].window == 128
+        by_hand = mla(
+            layers=3,
+            latent_dim=16,
+            rope_dim=4,
+            window_layers=(1, 2),
+            window=128,
+            window_record="dense",
+        )
+        assert made == by_hand and made.fingerprint == by_hand.fingerprint
+
+    @pytest.mark.parametrize("fields", [{"window_attn_skip_freq": [0, 0, 0]}, {}], ids=str)
+    def test_no_windows(self, fields: dict[str, Any]) -> None:
+        plain = layout_for(config_of("v3", num_hidden_layers=3))
+        assert layout_for(self.config(**fields, sliding_window=None)) == plain
+        kinds = ["full_attention"] * 3
+        assert layout_for(self.config(layer_types=kinds, sliding_window=None)) == plain
+        with pytest.raises(UnsupportedModel, match="window_record 'dense': no layer"):
+            layout_for(self.config(**fields, sliding_window=None), window_record="dense")
+
+    def test_released_sizes_are_packed(self) -> None:
+        config = transformers.DeepseekV3Config(
+            window_attn_skip_freq=[int(i % 4 > 0) for i in range(61)], sliding_window=128
+        )
+        latent, windows = layout_for(config).components
+        assert (latent.slot_bytes, windows.slot_bytes, windows.dtype) == (1152, 656, "uint8")
+        assert (len(latent.layers), len(windows.layers)) == (16, 45)
+        assert layout_for(config, window_record="dense").windows[0].slot_bytes == 1152
+
+    @pytest.mark.parametrize(
+        ("fields", "says"),
+        [
+            ({"window_attn_skip_freq": 4}, "window_attn_skip_freq must be a list"),
+            ({"window_attn_skip_freq": True}, "window_attn_skip_freq must be a list"),
+            ({"window_attn_skip_freq": False}, "window_attn_skip_freq must be a list"),
+            ({"window_attn_skip_freq": 0}, "window_attn_skip_freq must be a list"),
+            ({"window_attn_skip_freq": "011"}, "window_attn_skip_freq must be a list"),
+            ({"window_attn_skip_freq": {0: 1}}, "window_attn_skip_freq must be a list"),
+            ({"window_attn_skip_freq": [0, 1]}, "has 2 entries for num_hidden_layers=3"),
+            ({"window_attn_skip_freq": []}, "has 0 entries"),
+            ({"window_attn_skip_freq": [0, 1, 1, 0, 0]}, "has 5 entries"),
+            ({"window_attn_skip_freq": [0, 1, 2]}, "has 2; entries are 0 or 1"),
+            ({"window_attn_skip_freq": [0, -1, 1]}, "has -1"),
+            ({"window_attn_skip_freq": [0, True, 1]}, "has True"),
+            ({"window_attn_skip_freq": [0, "1", 1]}, "has '1'"),
+            ({"window_attn_skip_freq": [0, None, 1]}, "has None"),
+            ({"window_attn_skip_freq": [0, 1, 1, 7]}, "has 7"),
+            ({"window_attn_skip_freq": [1, 1, 1]}, "every layer a window"),
+            ({"window_attn_skip_freq": [0, 1, 1], "sliding_window": None}, "sliding_window"),
+            ({"window_attn_skip_freq": [0, 1, 1], "sliding_window": 0}, "sliding_window"),
+            ({"window_attn_skip_freq": [0, 1, 1], "sliding_window": [128, 0]}, "sliding_window"),
+            ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 2"),
+            ({"layer_types": ["full_attention", "sliding_attention", "linear"]}, "'linear'"),
+            ({"layer_types": ["sliding_attention"] * 3}, "every layer a window"),
+            (
+                {
+                    "window_attn_skip_freq": [0, 1, 0],
+                    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+                },
+                "disagree",
+            ),
+            ({}, "sliding_window=128: neither"),
+        ],
+        ids=lambda each: str(each) if isinstance(each, dict) else "",
+    )
+    def test_anything_else_is_refused_by_name(self, fields: dict[str, Any], says: str) -> None:
+        with pytest.raises(UnsupportedModel, match=says):
+            layout_for(self.config(**fields), window_record=None)
+
+    @pytest.mark.parametrize(
+        ("record", "says"), [(None, "kv_lora_rank"), ("fp8", "kv_lora_rank"), ("fp4", "'fp4'")]
+    )
+    def test_record_formats(self, record: str | None, says: str) -> None:
+        with pytest.raises(UnsupportedModel, match=says):
+            layout_for(self.config(window_attn_skip_freq=[0, 1, 1]), window_record=record)

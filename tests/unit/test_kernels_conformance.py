@@ -30,6 +30,7 @@ from kvtier.kernels import (
 from kvtier.kernels.casts import e4m3_codes
 from tests.unit.mla_cases import MlaCase
 from tests.unit.v4_cases import batch_of
+from tests.unit.window_cases import PADDING, WindowCase
 
 RELEASED = HeadDims(heads=3, latent=512, rope=64, nope=128, value=128)
 ODD = HeadDims(heads=5, latent=24, rope=6, nope=10, value=7)
@@ -278,6 +279,31 @@ def check_sparse_attend(
     assert (lse.cpu().double() - expected_lse)[keep].abs().max() <= near
 
 
+def check_mla_sparse(
+    row: dict[str, str], dims: HeadDims, dtype: torch.dtype, device: str, place: str
+) -> None:
+    operation, record = row["operation"], row["record"]
+    whole = operation == "mla_sparse_materialised"
+    width = dims.latent + dims.rope
+    listed = (dims.nope + dims.rope, dims.value) if whole else (width, dims.latent)
+    case = Case(operation, record, listed, dtype, device)
+    kernel = select(case, backend=row["backend"])
+    assert kernel.backend == row["backend"]
+    windows = WindowCase([40, 17, 5], 9, dims=dims, record=record, dtype=dtype, device=place)
+    spans = ((0, 35, 40), PADDING, (1, 0, 17), (2, 4, 5))
+    out, lse = windows.call(*spans, materialised=whole, kernel=kernel.run)
+    assert out.dtype == dtype
+    parts = [(slice(0, 5), 0, slice(35, 40)), (slice(6, 23), 1, slice(17)), (23, 2, 4)]
+    for mine, b, at in parts:
+        expected, expected_lse = windows.expected(b)
+        scale = max(1.0, expected.abs().max().item())
+        error = (out[mine].cpu().double() - expected[at]).abs().max().item()
+        assert error <= 2 * TOLERANCE[dtype] * scale
+        near = 10 * max(TOLERANCE[dtype], TOLERANCE[torch.float32])
+        assert (lse[mine].cpu().double() - expected_lse[at]).abs().max().item() <= near
+    assert out[5].eq(0).all() and lse[5].eq(-torch.inf).all()
+
+
 PACKED: dict[str, tuple[Callable[..., None], int]] = {
     "write_record": (check_write_record, 24),
     "compress": (check_compress, 40),
@@ -324,7 +350,10 @@ def test_row(row: dict[str, str], dtype: torch.dtype, device: str, place: str) -
             else:
                 check(kernel.run, record, width, dtype, place)
         return
-    for dims in sizes(row):
+    for dims in [RELEASED] if record == "mla_fp8" else sizes(row):
+        if operation in ("mla_sparse", "mla_sparse_materialised"):
+            check_mla_sparse(row, dims, dtype, device, place)
+            continue
         width = dims.latent + dims.rope
         listed = {
             "write_rows": (width,),

@@ -134,16 +134,13 @@ def _window_options(config: Any, dims: HeadDims, record: str | None) -> dict[str
     if record not in (None, *WINDOW_RECORDS):
         raise UnsupportedModel(f"window_record {record!r} is not one of {WINDOW_RECORDS}")
     record = record or WINDOW_RECORDS[0]
+    window = size(config, "sliding_window")
     if record == "fp8" and (dims.latent, dims.rope) != PACKED_DIMS:
         raise UnsupportedModel(
             f"kv_lora_rank and qk_rope_head_dim are {dims.latent} and {dims.rope}; fp8 records "
             f"have {PACKED_DIMS}: use window_record='dense'"
         )
-    return {
-        "window_layers": layers,
-        "window": size(config, "sliding_window"),
-        "window_record": record,
-    }
+    return {"window_layers": layers, "window": window, "window_record": record}
 
 
 def _dtype_name(config: Any, dtype: torch.dtype | str | None) -> str:
