@@ -3,7 +3,8 @@
 Everything runs in one process on one GPU, in turn: bare pinned copies of the same bytes (the
 ceiling: one large copy, and one copy a page for comparison), then the real data plane: PACK
 (gather, staging, copy to the host frames), RESTORE from the host (copy, scatter into pages), and
-both at once, with several operations and at least 256 MB of each in flight.  Frames are in random
+both at once, with several operations and at least 256 MB of each in flight.  Then one large restore
+of a dense layout: how soon its first layer can be read.  Frames are in random
 order, as in a cache that has run for a while.  What was moved is compared with what it should be.
 
 Without a GPU there are no results.
@@ -29,6 +30,8 @@ __all__ = ["run"]
 
 IN_FLIGHT = 256 * 10**6
 """Bytes of unfinished operations each way, at least."""
+RESTORED = 10**9
+"""Bytes of the restore whose first layer is waited for."""
 OPS = 4
 """Operations these bytes are cut into: a step of a prefill ends one."""
 COPIES = 4
@@ -60,7 +63,30 @@ def run(quick: bool) -> list[Result]:
     results: list[Result] = []
     for case in cases:
         results += _case(case, ops=100 if quick else 400)
-    return results
+    return results + _first_layer(cases[2], repeats=5 if quick else 20)
+
+
+def _first_layer(case: Case, *, repeats: int, device: str = "cuda") -> list[Result]:
+    """How long a large restore takes until its lease may begin, until the first layer is there,
+    and until all of it is."""
+    bench = _Bench(case, device=device, in_flight=RESTORED)
+    try:
+        runs = [bench.restore() for _ in range(repeats + 2)][2:]
+        params: dict[str, Param] = {
+            "layout": case.name,
+            "bytes": bench.records * bench.size,
+            "tokens": bench.records * case.layout.page_tokens,
+        }
+        whole = sum(run[2] for run in runs) / len(runs)
+        bench.check(restored=True)
+        return [
+            summarise(name, [run[i] for run in runs], unit="ms", params=params).against(base)
+            for i, (name, base) in enumerate(
+                (("restore_ready", None), ("restore_first_layer", whole), ("restore_whole", None))
+            )
+        ]
+    finally:
+        bench.close()
 
 
 def _case(case: Case, *, ops: int) -> list[Result]:
@@ -220,6 +246,32 @@ class _Bench:
             assert over.acquire(timeout=60)
         return _rates(ends, self.per_op * self.size, skip=OPS * len(ways))
 
+    def restore(self) -> tuple[float, float, float]:
+        """Milliseconds until the end of one operation, until its first layer and until all of it
+        are there."""
+        parts = tuple(part for turn in self.parts["h2d"] for part in turn)
+        over = threading.Event()
+
+        def ended(n: int, error: BaseException | None) -> None:
+            assert n == len(parts), error
+            over.set()
+
+        start = time.perf_counter()
+        op = Op(next(self.ids), OpKind.RESTORE, parts)
+        self.plane_.start(op, packed=lambda: None, done=ended)
+        assert over.wait(60)
+        times = [time.perf_counter() - start]
+        pages = np.array([part.dst[0] for part in parts], np.int32)
+        arriving = self.plane_.pool.arriving(pages)
+        for layer in (0, None):
+            for arrival in arriving:
+                arrival.wait(layer)
+            if self.plane_.pool.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            times.append(time.perf_counter() - start)
+        ready, first, whole = (1e3 * t for t in times)
+        return ready, first, whole
+
     def _op(self, way: str, turn: int) -> Op:
         kind = OpKind.PACK if way == "d2h" else OpKind.RESTORE
         return Op(next(self.ids), kind, self.parts[way][turn])
@@ -237,9 +289,9 @@ class _Bench:
             Part(kind, Tier.CPU, host, Tier.GPU, device, live_dst=live) for device, host in ends
         )
 
-    def check(self) -> None:
-        """Every record is now the same on the device and on the host."""
-        for device, frames in self.ends:
+    def check(self, *, restored: bool = False) -> None:
+        """Every record (``restored``: of those only) is the same on the device and on the host."""
+        for device, frames in self.ends[self.records if restored else 0 :]:
             live = self.case.kind is Kind.CHECKPOINT
             spans = self.plane_.pool.spans(self.case.kind, device, live=live)
             there = torch.cat([span for span in spans if isinstance(span, torch.Tensor)])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks import bench_pipeline
 from kvtier.core.ops import Kind, OpKind
-from kvtier.data import records
+from kvtier.data import records, transfer
 from kvtier.data.copier import _Together, even_batch
 from kvtier.data.host import HostArena
 from kvtier.data.jobs import Turns
@@ -300,3 +300,12 @@ def test_what_waits_together_waits_for_slots_of_all() -> None:
     assert one.run()
     assert not one.run()
     assert log == ["a", "b"]
+
+
+def test_the_benchmark_waits_for_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "EARLY_BYTES", 1)
+    monkeypatch.setattr(bench_pipeline, "RESTORED", 2_000_000)
+    case = bench_pipeline.Case("small", gqa(layers=2, kv_heads=2, head_dim=64))
+    results = bench_pipeline._first_layer(case, repeats=3, device="cpu")
+    assert [r.name for r in results] == ["restore_ready", "restore_first_layer", "restore_whole"]
+    assert 0 < results[0].median <= results[1].median <= results[2].median
