@@ -150,6 +150,8 @@ def _more_output(
         "scale",
         "window_slots_stride",
         "extra_slots_stride",
+        "low",
+        "rows_a_part",
     ],
     do_not_specialize_on_alignment=["window_slots", "extra_slots", "sink"],
 )
