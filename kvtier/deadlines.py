@@ -21,6 +21,8 @@ __all__ = ["Alarm", "Deadlines", "Patience"]
 
 RETRY_S = 0.01
 """A lease whose time is over, but for which there is no room yet, is asked again so soon."""
+FOREVER = 1e18
+"""Seconds; an int may be too large to add to a time."""
 
 
 class Patience:
@@ -34,7 +36,7 @@ class Patience:
         self.record = record
         self.opened = opened
         self.compute_s = compute_s
-        self.limit = inf if timeout_s is None else opened + timeout_s
+        self.limit = inf if timeout_s is None else opened + min(timeout_s, FOREVER)
         self.progress = opened
         """When an operation that it waits for ended last."""
 
@@ -169,5 +171,5 @@ class Alarm:
                 if left <= 0:
                     self._next = inf
                     return True
-                self._changed.wait(None if left == inf else left)
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
         return False

@@ -384,6 +384,17 @@ def test_a_lease_released_early_has_no_deadline() -> None:
         assert not w.cache._pump.deadlines._bounds
 
 
+@pytest.mark.parametrize("most", [1e300, 10**400])
+def test_a_time_limit_that_never_comes(most: float) -> None:
+    tokens = prompt_of(PAGES)
+    policy = RestorePolicy("timeout", timeout_s=most, prefill_tokens_per_s=1e-300)
+    with world(speed=lambda now: 1.0) as w:
+        w.request(tokens, RestorePolicy())
+        w.to_disk_only()
+        with w.cache.lease(tokens, restore=policy) as lease:
+            assert w.ready(lease) == PAGES * PAGE
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
@@ -488,6 +499,8 @@ def test_the_alarm_thread_goes_with_its_owner() -> None:
     alarm = Alarm(owner.ring)
     assert alarm._thread is None
     start = time.monotonic()
+    alarm.set(start + 1e18)  # further off than a thread may sleep
+    time.sleep(0.02)
     alarm.set(start + 60)
     alarm.set(start + 0.05)
     alarm.set(start + 0.2)  # it rings before that
