@@ -103,7 +103,7 @@ def dense(
 ) -> Iterator[Result]:
     """Absorbed MLA decode over bf16 pages, by each backend of the kernel table."""
     if flashmla is not None:
-        torch.ops.load_library(str(flashmla))
+        torch.ops.load_library(str(flashmla))  # type: ignore[no-untyped-call]
     for shape in shapes:
         try:
             sets = _inputs(shape)
@@ -157,7 +157,7 @@ def replayed(contenders: dict[str, list[Call]], turns: int = 7) -> dict[str, lis
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(turns + 1):
         for name, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = _event(), _event()
             repeats = 2
             begin.record()
             for _ in range(repeats):
@@ -168,6 +168,10 @@ def replayed(contenders: dict[str, list[Call]], turns: int = 7) -> dict[str, lis
                 used = begin.elapsed_time(end) * 1e3
                 times[name].append(used / repeats / len(contenders[name]))
     return times
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +191,7 @@ def _inputs(shape: Shape) -> list[Inputs]:
     for _ in range(copies):
         order = torch.randperm(sum(pages), device="cuda", dtype=torch.int32)
         table = torch.zeros(shape.batch, max(pages), dtype=torch.int32, device="cuda")
-        for b, part in enumerate(order.split(pages)):
+        for b, part in enumerate(torch.split(order, pages)):
             table[b, : pages[b]] = part
         queries = (shape.queries,) * shape.batch
         batch = PagedBatch(

@@ -9,22 +9,24 @@ Of the batch the kernels read tensors; its ``query_lens`` and ``kv_lens`` only b
 captured graph they are the lengths that replays may reach.
 """
 
+import importlib
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvtier.config import parse_bytes
 from kvtier.kernels.mla import PagedBatch
+from kvtier.kernels.records import RECORDS
 from kvtier.kernels.triton_write import adjacent
 
 __all__ = ["absorbed"]
 
 LATENT, ROPE = 512, 64
 """Values of a row: its latent, which is key and value, and its rotated key."""
+PACKED_BYTES = RECORDS["mla_fp8"].slot_bytes
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -54,56 +56,82 @@ def absorbed(
 ) -> tuple[Tensor, Tensor]:
     """``kvtier.kernels.absorbed`` for rows of 512 + 64 values in the query's type, bf16 or fp16.
 
+    ``rows`` may also be pages (pages, page_bytes) uint8 of "mla_fp8" records, with queries in bf16.
     Scores and sums are float32; weights are rounded to the rows' type before they meet the values.
     Query tokens that belong to no sequence get output 0 and log-sum-exp -inf, as those without
-    keys.  Asks the device nothing.
+    keys.  Asks the device nothing.  Raises ValueError for other widths and types.
     """
-    if latent_dim != LATENT or rows.shape[-1] != LATENT + ROPE or query.shape[-1] != LATENT + ROPE:
+    packed = rows.dtype == torch.uint8
+    width = PACKED_BYTES * batch.page_tokens if packed else LATENT + ROPE
+    if latent_dim != LATENT or rows.shape[-1] != width or query.shape[-1] != LATENT + ROPE:
         raise ValueError(
             f"query width {query.shape[-1]}, row width {rows.shape[-1]}, {latent_dim=}"
         )
-    if rows.dtype != query.dtype:
+    if query.dtype != (torch.bfloat16 if packed else rows.dtype):
         raise ValueError(f"rows of {rows.dtype}, queries of {query.dtype}")
     query, rows = adjacent(query), adjacent(rows)
     n, heads, _ = query.shape
-    grid = _grid(batch, heads, query, parse_bytes(workspace_bytes, "workspace_bytes"))
+    fast = _for_hopper(query, rows, batch, scale)
+    workspace = parse_bytes(workspace_bytes, "workspace_bytes")
+    grid = _grid(batch, heads, _processors(query.device), workspace, fast=fast)
     sequences = batch.kv_lens_device.shape[0]
     out = torch.empty(n, heads, LATENT, dtype=query.dtype, device=query.device)
     lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
     parts = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, LATENT, dtype=torch.float32)
     part_lse = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, dtype=torch.float32)
-    plan = query.new_empty(2 + sequences + grid.parts, dtype=torch.int32)
+    by_part = sequences > grid.parts
+    plan = query.new_empty(grid.parts if by_part else sequences, 4, dtype=torch.int32)
     if n == 0 or heads == 0:
         return out, lse
     lengths = (batch.cu_seqlens_q, batch.kv_lens_device, sequences)
-    _attend[(grid.tiles, grid.parts)](
-        query,
-        *query.stride()[:2],
-        rows,
-        rows.stride(0),
-        batch.block_table,
-        batch.block_table.stride(0),
-        batch.page_tokens,
-        *lengths,
-        scale * LOG2E.value,
-        out,
-        lse,
-        parts,
-        part_lse,
-        plan,
-        HEADS=heads,
-        TILE=grid.tile,
-        KEYS=grid.keys,
-        SEQUENCES=triton.next_power_of_2(sequences),
-        ON_GPU=query.is_cuda,
-        num_warps=8 if grid.tile == 64 else 4,
-        num_stages=2,
-    )
-    merge(lengths, out, lse, parts, part_lse, plan, grid)
+    if fast:
+        hopper = importlib.import_module("kvtier.kernels.gluon_mla")
+        hopper.attend(
+            query,
+            rows,
+            batch,
+            scale=scale * LOG2E.value,
+            least=1,
+            grid=(grid.tiles, grid.parts),
+            out=out,
+            lse=lse,
+            parts=parts,
+            part_lse=part_lse,
+            plan=plan,
+            by_part=by_part,
+        )
+    else:
+        _attend[(grid.tiles, grid.parts)](
+            query,
+            *query.stride()[:2],
+            rows,
+            rows.stride(0) * (1 if packed else batch.page_tokens),
+            PACKED_BYTES if packed else rows.stride(0),
+            batch.block_table,
+            batch.block_table.stride(0),
+            batch.page_tokens,
+            *lengths,
+            scale * LOG2E.value,
+            out,
+            lse,
+            parts,
+            part_lse,
+            plan,
+            BY_PART=by_part,
+            HEADS=heads,
+            TILE=grid.tile,
+            KEYS=grid.keys,
+            SEQUENCES=triton.next_power_of_2(sequences),
+            PACKED=packed,
+            ON_GPU=query.is_cuda,
+            num_warps=8 if grid.tile == 64 else 4,
+            num_stages=2,
+        )
+    _finish(lengths, out, lse, parts, part_lse, plan, grid)
     return out, lse
 
 
-def merge(
+def _finish(
     lengths: tuple[Tensor, Tensor, int],
     out: Tensor,
     lse: Tensor,
@@ -111,17 +139,13 @@ def merge(
     part_lse: Tensor,
     plan: Tensor,
     grid: Grid,
-    *,
-    pdl: bool = False,
 ) -> None:
     """Second launch: merges what several parts found of a sequence, and writes what none did."""
     n, heads, _ = out.shape
-    sequences = lengths[2]
+    sequences, count = lengths[2], plan.shape[0]
     by_part = sequences > grid.parts
-    count = grid.parts if by_part else sequences
-    scanners = min(sequences, 64)
-    columns = 128
-    units = grid.tiles * grid.tile * (LATENT // columns)
+    scanners = min(sequences, 64) if by_part else 1
+    units = grid.tiles * grid.tile * (LATENT // 32)
     beside = max(1, min(units, 4096 // count)) if out.is_cuda else 2
     _merge[(count + scanners, beside)](
         *lengths,
@@ -137,23 +161,35 @@ def merge(
         TILE=grid.tile,
         TILES=grid.tiles,
         BY_PART=by_part,
-        BLOCK=16,
-        COLUMNS=columns,
-        EARLY=pdl,
         num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
     )
 
 
-def _grid(batch: PagedBatch, heads: int, query: Tensor, workspace: int) -> Grid:
+def _for_hopper(query: Tensor, rows: Tensor, batch: PagedBatch, scale: float) -> bool:
+    """Whether the kernel made for H100 and H200 takes this."""
+    return (
+        query.is_cuda
+        and rows.dtype != torch.uint8
+        and torch.cuda.get_device_capability(query.device) == (9, 0)
+        and batch.page_tokens % 64 == 0
+        and rows.data_ptr() % 16 == 0
+        and rows.stride(0) % 8 == 0
+        and scale > 0
+    )
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _grid(batch: PagedBatch, heads: int, processors: int, workspace: int, *, fast: bool) -> Grid:
     """Parts for one program a multiprocessor, as far as there are blocks and the scratch allows."""
     pairs = heads * max(batch.query_lens, default=1)
-    tile = min(64, max(16, triton.next_power_of_2(pairs)))
+    tile = 64 if fast else min(64, max(16, triton.next_power_of_2(pairs)))
     tiles = triton.cdiv(pairs, tile)
-    keys = 32 if tile == 64 else 64
-    processors = (
-        torch.cuda.get_device_properties(query.device).multi_processor_count if query.is_cuda else 4
-    )
+    keys = 32 if tile == 64 and not fast else 64
     blocks = sum(triton.cdiv(kv, keys) for kv in batch.kv_lens)
     most = workspace // (2 * tiles * tile * (LATENT + 1) * 4)
     return Grid(tile, tiles, max(1, min(processors // tiles, blocks, most)), keys)
@@ -164,10 +200,11 @@ def _grid(batch: PagedBatch, heads: int, query: Tensor, workspace: int) -> Grid:
     do_not_specialize_on_alignment=["table", "offsets", "lengths"],
 )
 def _attend(
-    query, token_stride, head_stride, rows, row_stride, table, table_stride, page_tokens,
+    query, token_stride, head_stride, rows, page_stride, row_stride, table, table_stride,
+    page_tokens,
     offsets, lengths, sequences, scale, out, lse, parts, part_lse, plan,
     HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
-    ON_GPU: tl.constexpr,
+    BY_PART: tl.constexpr, PACKED: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys, for one tile of each sequence's (token, head) pairs."""
     m = tl.program_id(0)
@@ -181,12 +218,8 @@ def _attend(
     stop = tl.minimum(at + quota, total)
     b = tl.sum((ends <= at).to(tl.int32), 0)
     begin = tl.max(tl.where(ends <= at, ends, 0), 0)
-    if m == 0:  # for the second launch
-        tl.store(plan + 2 + sequences + p, tl.where((begin < at) & (at < stop), b, -1))
-        if p == 0:
-            tl.store(plan + 2 + sequence, ends, mask=sequence < sequences)
-            tl.store(plan + 1, 0)
-            tl.store(plan, quota)
+    if BY_PART & (m == 0):
+        tl.store(plan + 4 * p, -1)
     pair = m * TILE + tl.arange(0, TILE)
     d = tl.arange(0, 512)
     r = tl.arange(0, 64)
@@ -210,17 +243,17 @@ def _attend(
         sofar = tl.zeros([TILE, 512], tl.float32)
         pages = table + b.to(tl.int64) * table_stride
         if m * TILE < q_len * HEADS:
-            keys = (rows, row_stride, pages, page_tokens, kv_len, position, scale)
+            keys = (rows, page_stride, row_stride, pages, page_tokens, kv_len, position, scale)
             if ON_GPU:
                 for block in range(low, high):
                     top, weight, sofar = _meet(
-                        q, q_rope, *keys, block, top, weight, sofar, KEYS, ON_GPU
+                        q, q_rope, *keys, block, top, weight, sofar, KEYS, PACKED, ON_GPU
                     )
             else:  # the interpreter counts up to no tensor
                 block = low
                 while block < high:
                     top, weight, sofar = _meet(
-                        q, q_rope, *keys, block, top, weight, sofar, KEYS, ON_GPU
+                        q, q_rope, *keys, block, top, weight, sofar, KEYS, PACKED, ON_GPU
                     )
                     block += 1
         safe = tl.where(weight > 0, weight, 1.0)
@@ -238,6 +271,14 @@ def _attend(
             slot = _slot(p, low == 0, m, tl.num_programs(0)) * TILE + tl.arange(0, TILE)
             tl.store(parts + slot[:, None] * 512 + d[None, :], result, mask=real[:, None])
             tl.store(part_lse + slot, result_lse, mask=real)
+        if (m == 0) & (low == 0):
+            goes_on = high < count
+            if goes_on | (not BY_PART):
+                to = plan + 4 * (p if BY_PART else b)
+                tl.store(to, tl.where(goes_on, p, -1))
+                tl.store(to + 1, (begin + count - 1) // quota)
+                tl.store(to + 2, first)
+                tl.store(to + 3, q_len)
         at = begin + high
         begin += count
         b += 1
@@ -245,8 +286,8 @@ def _attend(
 
 @triton.jit
 def _meet(
-    q, q_rope, rows, row_stride, pages, page_tokens, kv_len, position, scale,
-    block, top, weight, sofar, KEYS: tl.constexpr, ON_GPU: tl.constexpr,
+    q, q_rope, rows, page_stride, row_stride, pages, page_tokens, kv_len, position, scale,
+    block, top, weight, sofar, KEYS: tl.constexpr, PACKED: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """A block of keys more: the largest score so far, sum of weights and of weighted values."""
     d = tl.arange(0, 512)
@@ -254,9 +295,17 @@ def _meet(
     key = block * KEYS + tl.arange(0, KEYS)
     there = key < kv_len
     page = tl.load(pages + key // page_tokens, mask=there, other=0).to(tl.int64)
-    row = rows + (page * page_tokens + key % page_tokens)[:, None] * row_stride
-    k = tl.load(row + d[None, :], mask=there[:, None], other=0.0)
-    k_rope = tl.load(row + 512 + r[None, :], mask=there[:, None], other=0.0)
+    row = rows + (page * page_stride + key % page_tokens * row_stride)[:, None]
+    there = there[:, None]
+    if PACKED:
+        codes = tl.load(row + d[None, :], mask=there, other=0).to(tl.float8e4nv, bitcast=True)
+        scales = (row + 512).to(tl.pointer_type(tl.float32)) + (d // 128)[None, :]
+        k = (codes.to(tl.float32) * tl.load(scales, mask=there, other=0.0)).to(q.dtype)
+        rope = (row + 528).to(tl.pointer_type(q.dtype))
+    else:
+        k = tl.load(row + d[None, :], mask=there, other=0.0)
+        rope = row + 512
+    k_rope = tl.load(rope + r[None, :], mask=there, other=0.0)
     score = _product(q_rope, tl.trans(k_rope), None, ON_GPU)
     score = _product(q, tl.trans(k), score, ON_GPU) * scale
     score = tl.where(key[None, :] <= position[:, None], score, -float("inf"))
@@ -294,54 +343,63 @@ def _slot(part, starts, tile, tiles):
 def _merge(
     offsets, lengths, sequences, tokens, count, scanners, out, lse, parts, part_lse, plan,
     HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BY_PART: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of sequences that several parts hold, one after the other or by the part that one
-    goes on into; the last ``scanners`` programs write those of tokens that see no keys."""
+    """Outputs of sequences that several parts hold, by sequence or by the part that it starts in;
+    the last ``scanners`` programs write those of tokens that see no keys."""
     x = tl.program_id(0)
     y = tl.program_id(1)
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     if x >= count:
         if y == 0:
-            b = x - count
-            while b < sequences:
-                if tl.load(lengths + b) <= 0:
-                    _clear(out, lse, tl.load(offsets + b), tl.load(offsets + b + 1), HEADS)
-                b += scanners
+            if BY_PART:
+                b = x - count
+                while b < sequences:
+                    if tl.load(lengths + b) <= 0:
+                        _clear(out, lse, tl.load(offsets + b), tl.load(offsets + b + 1), HEADS)
+                    b += scanners
             if x == count:
                 _clear(out, lse, tl.load(offsets + sequences), tokens, HEADS)
     else:
-        quota = tl.load(plan)
-        b = x
-        if BY_PART:
-            b = tl.load(plan + 2 + sequences + x)
-        if b >= 0:
-            begin = tl.load(plan + 1 + b)
-            one = begin // quota
-            last = (tl.load(plan + 2 + b) - 1) // quota
-            first = tl.load(offsets + b)
-            units = (tl.load(offsets + b + 1) - first) * HEADS * (512 // COLUMNS)
-            mine = one < last
-            if BY_PART:  # it may go on into several
-                mine = mine & (one == x - 1)
-            units = tl.where(mine, units, 0)
-            unit = y
-            while unit < units:
-                pair = unit // (512 // COLUMNS)
-                column = unit % (512 // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
-                _merge_row(
-                    out, lse, parts, part_lse, one, last, pair,
-                    first.to(tl.int64) * HEADS + pair, column, TILE, TILES, BLOCK, COLUMNS,
-                )  # fmt: skip
-                unit += tl.num_programs(1)
+        one = tl.load(plan + 4 * x)
+        last = tl.load(plan + 4 * x + 1)
+        first = tl.load(plan + 4 * x + 2)
+        pairs = tl.load(plan + 4 * x + 3) * HEADS
+        if not BY_PART:
+            nothing = tl.load(lengths + x) <= 0
+            if nothing:
+                one = -1  # the plan says nothing of it
+                if y == 0:
+                    _clear(out, lse, tl.load(offsets + x), tl.load(offsets + x + 1), HEADS)
+        if one >= 0:
+            held = last - one + 1
+            keep = (out, lse, parts, part_lse, one, last, first, pairs, y, tl.num_programs(1))
+            if held <= 4:
+                _merge_rows(*keep, HEADS, TILES * TILE, 4, 512)
+            elif held <= 16:
+                _merge_rows(*keep, HEADS, TILES * TILE, 16, 128)
+            else:
+                _merge_rows(*keep, HEADS, TILES * TILE, 128, 32)
+
+
+@triton.jit
+def _merge_rows(
+    out, lse, parts, part_lse, one, last, first, pairs, unit, step,
+    HEADS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Every ``step``-th piece of a sequence's outputs: some columns of one head of one token."""
+    while unit < pairs * (512 // COLUMNS):
+        pair = unit // (512 // COLUMNS)
+        column = unit % (512 // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+        at_out = first.to(tl.int64) * HEADS + pair
+        _merge_row(
+            out, lse, parts, part_lse, one, last, pair, at_out, column, STRIDE, BLOCK, COLUMNS
+        )
+        unit += step
 
 
 @triton.jit
 def _merge_row(
     out, lse, parts, part_lse, one, last, pair, at_out, column,
-    TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one head's output, of one token."""
     top = tl.full([1], -float("inf"), tl.float32)
@@ -351,7 +409,7 @@ def _merge_row(
     while at <= last:
         part = at + tl.arange(0, BLOCK)
         there = part <= last
-        row = (part.to(tl.int64) * 2 + (part == one)) * (TILES * TILE) + pair
+        row = (part.to(tl.int64) * 2 + (part == one)) * STRIDE + pair
         value = tl.load(part_lse + row, mask=there, other=-float("inf"))
         found = tl.load(
             parts + row[:, None] * 512 + column[None, :], mask=there[:, None], other=0.0

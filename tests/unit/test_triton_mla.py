@@ -1,8 +1,13 @@
 """Absorbed attention in triton against dense float64 attention: on a GPU, and in triton's
 interpreter without one.  Pages not needed, and rows past a sequence's end, are NaN."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kvtier.kernels import PagedBatch, triton_mla
+from kvtier.kernels.records import pack_mla_fp8, unpack_mla_fp8
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -131,14 +137,18 @@ def test_any_number_of_parts_gives_the_same(parts: int, monkeypatch: pytest.Monk
     lengths = [(1, 400), (1, 0), (2, 33), (1, 1), (1, 129), (1, 640)]
     case = Case(lengths, heads=16)
     grid = triton_mla._grid
-    monkeypatch.setattr(triton_mla, "_grid", lambda *args: replace(grid(*args), parts=parts))
+    monkeypatch.setattr(
+        triton_mla, "_grid", lambda *args, **how: replace(grid(*args, **how), parts=parts)
+    )
     case.check(*case.run())
 
 
 def test_scratch_stays_within_the_workspace() -> None:
     case = Case([(1, 700)], heads=16)
-    assert triton_mla._grid(case.batch, 16, case.query, 1 << 29).parts > 1
-    assert triton_mla._grid(case.batch, 16, case.query, 4 * 16 * 513 * 4).parts == 2
+    for fast, tile in ((False, 16), (True, 64)):
+        assert triton_mla._grid(case.batch, 16, 132, 1 << 29, fast=fast).parts == 11
+        small = 4 * tile * 513 * 4
+        assert triton_mla._grid(case.batch, 16, 132, small, fast=fast).parts == 2
 
 
 def test_tokens_of_no_sequence_get_nothing() -> None:
@@ -158,6 +168,18 @@ def test_queries_and_rows_that_lie_apart() -> None:
     query = torch.full((3, 9, 576), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     query[:, 1::2] = case.query.to(DEVICE)
     case.check(*case.run(query[:, 1::2]))
+
+
+def test_packed_rows() -> None:
+    case = Case([(1, 70), (3, 200), (1, 0), (1, 64)], heads=16)
+    packed = pack_mla_fp8(case.rows.cpu().nan_to_num(0.0))
+    packed[case.rows.cpu().isnan().any(-1)] = 0xFF
+    case.stored = [unpack_mla_fp8(pack_mla_fp8(rows)).to(torch.bfloat16) for rows in case.stored]
+    pages = packed.view(-1, 64 * 656)
+    apart = torch.full((pages.shape[0], 64 * 656 + 48), 0xFF, dtype=torch.uint8, device=DEVICE)
+    case.rows = apart[:, 16:-32]
+    case.rows.copy_(pages)
+    case.check(*case.run())
 
 
 def test_other_widths_and_types_are_refused() -> None:
@@ -201,3 +223,22 @@ def test_long_ragged_batches(heads: int) -> None:
     lengths = [(1, 5000), (2, 9001), (1, 0), (4, 64), (8, 777), (1, 20_000), *[(1, 300)] * 20]
     case = Case(lengths, heads=heads)
     case.check(*case.run())
+
+
+def test_what_runs_on_an_h200_compiles_as_it_was_meant_to() -> None:
+    """Products of the tensor cores stay asynchronous, and registers are moved between groups."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.sm90_mla"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+        env=environment,
+    )
+    report = json.loads(done.stdout)
+    for heads in (16, 128):
+        attend = report[f"_attend {heads}"]
+        assert attend["products"] == 36 + 2 * 4
+        assert attend["warnings"] == []
+        assert attend["shared"] <= 227 * 1024
