@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from operator import countOf
@@ -388,8 +388,9 @@ class DeviceTransfer:
             for job, _ in batch:
                 job.end_share()
             return
-        for job, records in batch:
-            self._write(job, records)
+        with ExitStack() as tries:  # whatever one raises, the others have theirs
+            for job, records in reversed(batch):
+                tries.callback(self._write, job, records)
 
     def _written_together(self, records: Sequence[Record]) -> bool:
         """Whether all went in one publish; if not, nothing did, and each group has its own try."""

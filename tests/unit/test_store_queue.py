@@ -117,6 +117,16 @@ def test_a_failure_of_all_together_is_nobodys(error: BaseException) -> None:
         assert kept(store) == {1, 2}
 
 
+def test_a_try_that_ends_a_thread_elsewhere_ends_no_other() -> None:
+    """What is no Exception goes on to whoever runs the thread, and still every op ends."""
+    with busy(put(2), put(3, 4), put(5, 6), put(7)) as (_, store, ends):
+        store.passing = SystemExit()
+        store.gate.set()
+        assert [end.delivered for end in ends] == [1, 1, 0, 0, 0]
+        assert [type(end.error) for end in ends[2:]] == [SystemExit, SystemExit, StoreError]
+        assert kept(store) == {1, 2}
+
+
 def test_what_goes_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with busy(put(2), put(3), put(4), put(5)) as (p, store, ends):
         monkeypatch.setattr(transfer, "PUBLISH_BYTES", 2 * p.transfer._sizes.of(to_disk(1, 0)))
