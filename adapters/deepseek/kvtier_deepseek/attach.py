@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from kvtier import KVTierError, LayoutMismatch, TokenError
 from kvtier.kernels import table
 from kvtier.layouts import Layout
 from kvtier_deepseek.decode import DecodeGraph
+from kvtier_deepseek.drafts.base import CachedDraft, Tap
+from kvtier_deepseek.drafts.blank import BlankDraft
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.family import Family, LayerAttention, Run
 from kvtier_deepseek.metadata import DeviceStepLike, StepLike
@@ -59,13 +62,16 @@ def attach(
     backend: Backend = "auto",
     workspace_bytes: int | str = "512MiB",
     max_absorbed: int | None = None,
+    draft: CachedDraft | None = None,
 ) -> "Adapter":
     """Let every attention layer of ``model`` read and write ``cache`` during a step.
 
     All layers or none; other models in the process are untouched; ``state_dict`` keys do not
     change.  ``workspace_bytes`` bounds the scratch of attention.  V2 and V3 have two forms of it:
     sequences with at most ``max_absorbed`` new tokens take the absorbed one (default: where the
-    operation counts meet); V4 has one, and takes no limit.  Raises UnsupportedModel naming what is
+    operation counts meet); V4 has one, and takes no limit.  ``draft`` keeps rows in the cache as
+    the model does, in every step; without one draft layers are filled with zeros.
+    Raises UnsupportedModel naming what is
     missing, LayoutMismatch naming the field in which the cache's layout is not this model's,
     ConfigError for a backend, workspace or limit that cannot work.
     """
@@ -81,7 +87,7 @@ def attach(
         workspace_bytes=workspace_bytes,
         max_absorbed=max_absorbed,
     )
-    return Adapter(model, family, cache)
+    return Adapter(model, family, cache, draft)
 
 
 def backends() -> list[dict[str, str]]:
@@ -96,14 +102,25 @@ class Adapter:
     Steps may run in several threads at once, as far as the model itself allows it.
     """
 
-    def __init__(self, model: nn.Module, family: Family, cache: "Cache") -> None:
+    def __init__(
+        self, model: nn.Module, family: Family, cache: "Cache", draft: CachedDraft | None = None
+    ) -> None:
         self._model = model
         self._family = family
         self._cache = cache
         self._layout: Layout = cache.layout
         self._overrides: list[_Override] = []
         self._report = StepReport(0, 0)
+        self._draft = draft
+        self._blank = None
+        self._hooks: list[RemovableHandle] = []
+        if draft is not None:
+            draft.bind(family, cache.layout)
+        elif cache.layout.draft_layers:
+            self._blank = BlankDraft(family, cache.layout)
         try:
+            for name, tap in draft.taps.items() if draft is not None else ():
+                self._hooks.append(_listen(name, tap))
             for layer in family.layers:
                 override = _Override(layer)
                 layer.module.forward = override
@@ -116,6 +133,11 @@ class Adapter:
     def report(self) -> StepReport:
         """What the last finished step did: forms taken, backends used."""
         return self._report
+
+    @property
+    def draft(self) -> CachedDraft | None:
+        """The draft that the model was attached with."""
+        return self._draft
 
     @property
     def max_absorbed(self) -> int:
@@ -134,12 +156,18 @@ class Adapter:
         return self.forward(step)
 
     def forward(
-        self, step: StepLike, *, all_logits: bool = False, pad_to: int | None = None
+        self,
+        step: StepLike,
+        *,
+        all_logits: bool = False,
+        pad_to: int | None = None,
+        device: DeviceStepLike | None = None,
     ) -> Tensor:
         """Run the model on one step: every layer writes the step's rows, then reads its pages.
 
         Returns logits (batch, vocab) of each sequence's last token, or (tokens, vocab) with
-        ``all_logits``; none for padding rows.  ``pad_to`` is passed on to ``step.to_device``.
+        ``all_logits``; none for padding rows.  ``pad_to`` is passed on to ``step.to_device``,
+        unless ``device`` is what that gave already.
         Raises KVTierError after ``detach`` and where a layer did not take part, TokenError for an
         id outside the vocabulary and, without ``all_logits``, for a lease that is fed no token
         (it has no last one), LayoutMismatch for a step of a cache with another layout and for
@@ -148,28 +176,36 @@ class Adapter:
         self._check(step)
         if not all_logits:
             self._check_fed(step)
-        device = step.to_device(pad_to=pad_to)
+        if device is None:
+            device = step.to_device(pad_to=pad_to)
         if not _made_by_kvtier(step):
             self._family.check_step(step, device)
         rows, tokens = len(step.query_lens), len(step.input_ids)
         if tokens == 0:
             return self._no_logits(device.input_ids.device)
+        taps: dict[str, Tensor] = {}
         if all_logits:
-            return self._run(step, device, None)[:tokens]
-        return self._run(step, device, None, keep=device.cu_seqlens_q[1 : rows + 1].long() - 1)
+            logits = self._run(step, device, None, taps=taps)[:tokens]
+        else:
+            last = device.cu_seqlens_q[1 : rows + 1].long() - 1
+            logits = self._run(step, device, None, keep=last, taps=taps)
+        self._record(step, device, taps)
+        return logits
 
-    def capture_decode(self, *, batch: int, pages: int) -> DecodeGraph:
+    def capture_decode(self, *, batch: int, pages: int, queries: int = 1) -> DecodeGraph:
         """The model's decode step in a CUDA graph, for up to ``batch`` leases of up to ``pages``
-        device pages each (by the cache's ``page_tokens``).
+        device pages each (by the cache's ``page_tokens``) and ``queries`` tokens of each: one, or
+        as many more as drafts are to be verified.
 
         Kernels are compiled first.  The model's own code must be such that it can be captured: it
         may not wait for the device.  Of HF's mixtures of experts "batched_mm" does not, see
         ``set_experts_implementation``.  Memory: scratch for ``batch`` tokens, and the scores of
         ``batch`` queries against ``pages`` pages.  Raises ConfigError where an operation has no
-        kernel here that can be captured, and for sizes that are none.
+        kernel here that can be captured, for sizes that are none, and for more ``queries`` than
+        the layout's rings have room for (``max_draft`` and one).
         """
         self._check_attached()
-        return DecodeGraph(self, self._cache, batch=batch, pages=pages)
+        return DecodeGraph(self, self._cache, batch=batch, pages=pages, queries=queries)
 
     def _check(self, step: StepLike) -> None:
         """What must hold before anything of the step goes to the device."""
@@ -179,11 +215,19 @@ class Adapter:
         self._check_ids(step)
 
     def _run(
-        self, step: StepLike, device: DeviceStepLike, bound: int | None, keep: Tensor | int = 0
+        self,
+        step: StepLike,
+        device: DeviceStepLike,
+        bound: int | None,
+        keep: Tensor | int = 0,
+        taps: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        """Logits of the tokens ``keep`` (0: of all, padding too); ``bound`` as in ``make_run``."""
+        """Logits of the tokens ``keep`` (0: of all, padding too); ``bound`` as in ``make_run``.
+        What drafts listen to is put into ``taps``."""
         with torch.no_grad():
             run = self._family.make_run(step, device, bound)
+            if taps is not None:
+                run.taps = taps
             token = _RUN.set(run)
             try:
                 result = self._model(
@@ -210,6 +254,13 @@ class Adapter:
         logits: Tensor = result.logits[0]
         return logits
 
+    def _record(self, step: StepLike, device: DeviceStepLike, taps: Mapping[str, Tensor]) -> None:
+        """Rows of draft layers, behind the model's own."""
+        if self._draft is not None:
+            self._draft.record(step, device, taps)
+        elif self._blank is not None:
+            self._blank.record(step, device)
+
     def _note(self, tokens: int) -> None:
         """A graph has run: what it does was reported when it was captured."""
         self._report = replace(self._report, tokens=tokens)
@@ -225,6 +276,11 @@ class Adapter:
         A ``forward`` that someone else has put over the adapter's stays; what it calls then
         computes as the class does.
         """
+        for hook in self._hooks:
+            hook.remove()
+        if self._hooks and self._draft is not None:
+            self._draft.release()
+        self._hooks = []
         while self._overrides:
             override = self._overrides.pop()
             if vars(override.module).get("forward") is override:
@@ -299,6 +355,19 @@ class _Override:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A copied or pickled model is not attached: its copy of this is its class's forward."""
         return getattr, (self.module, "forward")
+
+
+def _listen(name: str, tap: Tap) -> RemovableHandle:
+    """Keep what passes ``tap`` in the step now running, if one is."""
+
+    def keep(value: Any) -> None:
+        run = _RUN.get()
+        if run is not None:
+            run.taps[name] = value[0] if isinstance(value, tuple) else value
+
+    if tap.side == "input":
+        return tap.module.register_forward_pre_hook(lambda _, args: keep(args))
+    return tap.module.register_forward_hook(lambda _, args, out: keep(out))
 
 
 def _check_model(model: nn.Module) -> None:

@@ -26,6 +26,8 @@ def layout_for(
     dtype: torch.dtype | str | None = None,
     tail: str | None = None,
     window_record: str | None = None,
+    draft: str | None = None,
+    max_draft: int = 0,
 ) -> Layout:
     """Layout of a DeepSeek-V2-Lite, V2, V3 or V4 model's cache, from its configuration.
 
@@ -36,8 +38,10 @@ def layout_for(
     (656 bytes, the default) or "dense".  V4, in the schema of the
     released checkpoints or in HF's: ``record`` is "fp8" (584 bytes, the default) or "fp32",
     ``index_record`` "fp8" (the default), "mxfp4" or "fp32", ``tail`` "minimal" (the default) or
-    "seed".  ``page_tokens`` defaults to 64, for V4 to 256.  Raises UnsupportedModel naming the
-    field or the argument for anything else.
+    "seed".  ``page_tokens`` defaults to 64, for V4 to 256.  ``draft`` adds the layers of a draft
+    that has a cache, "mtp" (V3, V4) or "dspark" (V4); ``max_draft`` is the most tokens that a step
+    may carry beyond those that are certain, whoever drafts them.  Raises UnsupportedModel naming
+    the field or the argument for anything else.
     """
     model_type = getattr(config, "model_type", None)
     if model_type in v4_config.MODEL_TYPES:
@@ -46,7 +50,13 @@ def layout_for(
         if window_record is not None:
             raise UnsupportedModel(f"window_record {window_record!r}: V4's windows are as record")
         return v4_config.layout_for(
-            config, record=record, index_record=index_record, page_tokens=page_tokens, tail=tail
+            config,
+            record=record,
+            index_record=index_record,
+            page_tokens=page_tokens,
+            tail=tail,
+            draft=draft,
+            max_draft=max_draft,
         )
     if model_type not in mla_config.MODEL_TYPES:
         raise UnsupportedModel(f"model_type {model_type!r} is not one of {MODEL_TYPES}")
@@ -59,4 +69,6 @@ def layout_for(
         window_record=window_record,
         page_tokens=page_tokens,
         dtype=dtype,
+        draft=draft,
+        max_draft=max_draft,
     )

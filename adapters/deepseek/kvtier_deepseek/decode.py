@@ -4,10 +4,10 @@ The graph holds the model's whole forward pass.  What a step asks of it lies in 
 ``Step.to_device`` fills before each replay: tokens, positions, tables, lengths, slots.  Nothing
 else changes from replay to replay, so the host decides nothing within the graph; what it knows of
 lengths is a bound.  Checkpoints that fall due are copied behind the replay: they are rare, and the
-rings still hold what they need after one token.
+rings still hold what they need after one token, or after as many drafts as they have room for.
 """
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -17,60 +17,117 @@ from kvtier import ConfigError
 if TYPE_CHECKING:
     from kvtier import Cache
     from kvtier_deepseek.attach import Adapter
-    from kvtier_deepseek.metadata import DeviceStepLike, StepLike
+    from kvtier_deepseek.metadata import DeviceStepLike, LayerRows, StepLike
 
 __all__ = ["DecodeGraph"]
 
 
 @final
+class EvenStep:
+    """A step's arrays with as many tokens in every row, padding rows too.
+
+    A padding row's tokens have slot -1, position 0 and KV length 0.
+    """
+
+    def __init__(self, device: "DeviceStepLike", offsets: Tensor) -> None:
+        rows = offsets.shape[0] - 1
+        tails: Any = device
+        self._device = device
+        self.input_ids = device.input_ids
+        self.positions = device.positions
+        self.slot_mapping = device.slot_mapping
+        self.cu_seqlens_q = offsets
+        self.kv_lens = device.kv_lens[:rows]
+        self.block_table = device.block_table[:rows]
+        self.window_table: Tensor = tails.window_table[:rows]
+        self.state_slots: Tensor = tails.state_slots[:rows]
+
+    def layer(self, layer: int) -> "LayerRows":
+        return self._device.layer(layer)
+
+
+@final
 class DecodeGraph:
-    """Decode steps of up to ``batch`` leases; made by ``Adapter.capture_decode``.
+    """Decode steps of up to ``batch`` leases, ``queries`` tokens of each; made by
+    ``Adapter.capture_decode``.
 
     One step at a time, on one stream: its arrays and logits lie at the same addresses in all of
     them.
     """
 
-    def __init__(self, adapter: "Adapter", cache: "Cache", *, batch: int, pages: int) -> None:
+    def __init__(
+        self, adapter: "Adapter", cache: "Cache", *, batch: int, pages: int, queries: int = 1
+    ) -> None:
+        most = cache.layout.max_rejected
+        if queries < 1 or (most is not None and queries > most):
+            raise ConfigError(f"queries={queries} must be in [1, {most or 'any'}]")
         self._adapter = adapter
         self._bound = pages * cache.layout.page_tokens
-        self._buffers = cache.buffers(max_batch=batch, max_tokens=batch, max_pages=pages)
+        tokens = batch * queries
+        self._buffers = cache.buffers(max_batch=tokens, max_tokens=tokens, max_pages=pages)
         self.batch = batch
         """Rows of every replay; those that a step does not have are padding."""
+        self.queries = queries
+        """Tokens of each row."""
+        self._offsets: Tensor | None = None
+        self._taps: dict[str, Tensor] = {}
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         with cache.step([]) as step:  # nothing but padding, which writes nothing
-            device = step.to_device(self._buffers, pad_to=batch)
+            device = self._arrays(step)
             if device.input_ids.device.type == "cuda":
                 self._capture(step, device)
 
     def replay(self, step: "StepLike") -> Tensor:
-        """Logits (leases, vocab) of a step of one token a lease; the next replay overwrites them.
+        """Logits (tokens, vocab) of a step of ``queries`` tokens a lease; the next replay
+        overwrites them.
 
         Queued on the current stream without waiting.  Without a GPU the model is run as ever.
-        Raises ConfigError for a step with more leases or pages than were captured or with more
-        than one token of a lease, and what ``Adapter.forward`` raises.
+        Raises ConfigError for a step with more leases or pages than were captured or with another
+        number of tokens of a lease, and what ``Adapter.forward`` raises.
         """
         device = self._load(step)
+        tokens = len(step.input_ids)
         if self._graph is None:
-            return self._adapter._run(step, device, None)[: len(step.query_lens)]
+            taps: dict[str, Tensor] = {}
+            logits = self._adapter._run(step, device, None, taps=taps)
+            self._adapter._record(step, device, taps)
+            return logits[:tokens]
         self._graph.replay()
         self._adapter._family.capture(step, device)
-        self._adapter._note(len(step.query_lens))
+        self._adapter._record(step, device, self._taps)
+        self._adapter._note(tokens)
         assert self._logits is not None
-        return self._logits[: len(step.query_lens)]
+        return self._logits[:tokens]
 
     def eager(self, step: "StepLike") -> Tensor:
         """What ``replay`` does, kernel by kernel, without the graph: for comparison."""
         device = self._load(step)
-        logits = self._adapter._run(step, device, self._bound)
+        taps: dict[str, Tensor] = {}
+        logits = self._adapter._run(step, device, self._bound, taps=taps)
         self._adapter._family.capture(step, device)
-        return logits[: len(step.query_lens)]
+        self._adapter._record(step, device, taps)
+        return logits[: len(step.input_ids)]
 
     def _load(self, step: "StepLike") -> "DeviceStepLike":
         self._adapter._check(step)
-        if (step.query_lens != 1).any():
-            raise ConfigError(f"decoding takes one token of each lease, not {step.query_lens}")
-        return step.to_device(self._buffers, pad_to=self.batch)
+        if (step.query_lens != self.queries).any():
+            wanted = "one token" if self.queries == 1 else f"{self.queries} tokens"
+            raise ConfigError(f"decoding takes {wanted} of each lease, not {step.query_lens}")
+        return self._arrays(step)
+
+    def _arrays(self, step: "StepLike") -> "DeviceStepLike":
+        """The static arrays, filled; rows that the step does not have are padding."""
+        rows = len(step.query_lens)
+        # A padding row of the step's own is one token: of each row here it takes several.
+        missing = (self.batch - rows) * self.queries
+        if self.queries == 1 or missing < 0:
+            return step.to_device(self._buffers, pad_to=self.batch)
+        device = step.to_device(self._buffers, pad_to=rows + missing)
+        if self._offsets is None:
+            tokens = torch.arange(self.batch + 1, dtype=torch.int32) * self.queries
+            self._offsets = tokens.to(device.input_ids.device)
+        return EvenStep(device, self._offsets)
 
     def _capture(self, step: "StepLike", device: "DeviceStepLike") -> None:
         kernels = self._adapter._family.decoding
@@ -89,5 +146,5 @@ class DecodeGraph:
         graph = torch.cuda.CUDAGraph()
         # Other threads go on copying pages meanwhile.
         with torch.cuda.graph(graph, stream=ahead, capture_error_mode="thread_local"):
-            self._logits = self._adapter._run(step, device, self._bound)
+            self._logits = self._adapter._run(step, device, self._bound, taps=self._taps)
         self._graph = graph

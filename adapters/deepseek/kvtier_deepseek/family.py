@@ -31,6 +31,8 @@ class Run:
     """Form -> sequences that took it, of the first layer."""
     backends: dict[str, str] = field(default_factory=dict)
     """Operation -> backend used."""
+    taps: dict[str, Tensor] = field(default_factory=dict)
+    """What drafts have asked for of this pass."""
 
     def __post_init__(self) -> None:
         self.mask = torch.empty(1, 1, 1, 1, device=self.step.input_ids.device)
@@ -92,7 +94,7 @@ class Family(Protocol):
         own.
 
         With ``bound`` of any decode step with ``device``'s arrays, whatever they hold by then: of
-        one token a row, and no more than ``bound`` KV tokens.
+        as many tokens in each row as in any other, and no more than ``bound`` KV tokens.
         """
 
     def capture(self, step: StepLike, device: DeviceStepLike) -> None:

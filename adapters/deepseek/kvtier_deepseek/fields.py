@@ -4,7 +4,10 @@ from typing import Any
 
 from kvtier_deepseek.errors import UnsupportedModel
 
-__all__ = ["ROPE_TYPES", "is_size", "refuse_rope_type", "size"]
+__all__ = ["DRAFT_STATE", "ROPE_TYPES", "is_size", "refuse_rope_type", "size"]
+
+DRAFT_STATE = "draft_state"
+"""The component of what pages keep for draft layers: no part of the model's own attention."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose rotation of a position never changes.  Others ("dynamic", "longrope") depend on the

@@ -125,12 +125,12 @@ class TailStepLike(StepLike, Protocol):
 def row_lens(step: StepLike, device: DeviceStepLike, bound: int | None) -> RowLens:
     """Lengths of ``device``'s rows; a padding row has one query and KV length 0.
 
-    With ``bound``, of any decode step of that many rows: one query each, and the KV length that
-    none exceeds.
+    With ``bound``, of any step of that many rows and tokens in which each row has as many queries
+    as any other: the KV length that none exceeds.
     """
     rows = int(device.kv_lens.shape[0])
     if bound is not None:
-        return (1,) * rows, (bound,) * rows
+        return (device.input_ids.shape[0] // rows,) * rows, (bound,) * rows
     padding = rows - int(step.kv_lens.shape[0])
     return (
         (*step.query_lens.tolist(), *[1] * padding),

@@ -37,6 +37,8 @@ def layout_for(
     window_record: str | None,
     page_tokens: int | None,
     dtype: torch.dtype | str | None,
+    draft: str | None = None,
+    max_draft: int = 0,
 ) -> Layout:
     """See ``kvtier_deepseek.layout_for``; ``model_type`` is one of MODEL_TYPES."""
     if record not in (None, *RECORDS):
@@ -46,14 +48,17 @@ def layout_for(
             raise UnsupportedModel(f"{name}={getattr(config, name)!r} is not supported")
     refuse_rope_type((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
     dims = head_dims(config)
+    values = _dtype_name(config, dtype)
     return mla(
         layers=size(config, "num_hidden_layers"),
         latent_dim=dims.latent,
         rope_dim=dims.rope,
-        dtype=_dtype_name(config, dtype),
+        dtype=values,
+        max_draft=max_draft,
         rope_layout=_rope_layout(config),
         page_tokens=PAGE_TOKENS if page_tokens is None else page_tokens,
         **_window_options(config, dims, window_record),
+        **_draft_options(config, draft, values),
     )
 
 
@@ -141,6 +146,18 @@ def _window_options(config: Any, dims: HeadDims, record: str | None) -> dict[str
             f"have {PACKED_DIMS}: use window_record='dense'"
         )
     return {"window_layers": layers, "window": window, "window_record": record}
+
+
+def _draft_options(config: Any, draft: str | None, dtype: str) -> dict[str, Any]:
+    if draft is None:
+        return {}
+    if draft != "mtp" or config.model_type != "deepseek_v3":
+        raise UnsupportedModel(f"draft {draft!r}: {config.model_type} has none of that kind")
+    return {
+        "draft_layers": 1,
+        "draft_state_values": size(config, "hidden_size"),
+        "draft_state_dtype": dtype,
+    }
 
 
 def _dtype_name(config: Any, dtype: torch.dtype | str | None) -> str:

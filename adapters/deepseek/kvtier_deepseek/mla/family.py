@@ -12,7 +12,7 @@ from kvtier.kernels import RECORDS, Case, HeadDims, Kernel, Record, select_all, 
 from kvtier.layouts import Layout
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.errors import UnsupportedModel
-from kvtier_deepseek.fields import size
+from kvtier_deepseek.fields import DRAFT_STATE, size
 from kvtier_deepseek.metadata import (
     DeviceStepLike,
     StepLike,
@@ -181,11 +181,12 @@ def _check_layout(layout: Layout, config: Any, dtype: torch.dtype) -> None:
     for name, value in wanted.meta.items():
         if layout.meta.get(name) != value:
             raise LayoutMismatch(f"{name} is {layout.meta.get(name)!r}, the model has {value!r}")
-    if (names := [c.name for c in layout.components]) != [c.name for c in wanted.components]:
+    held = [c for c in layout.components if c.name != DRAFT_STATE]
+    if (names := [c.name for c in held]) != [c.name for c in wanted.components]:
         raise LayoutMismatch(f"component is {names}, the model needs {wanted.components}")
     model_layers = size(config, "num_hidden_layers")
     draft_layers = range(model_layers, model_layers + layout.draft_layers)
-    for mine, needed in zip(layout.components, wanted.components, strict=True):
+    for mine, needed in zip(held, wanted.components, strict=True):
         drafts = tuple(i for i in mine.layers if i in draft_layers)
         for name, have, want in (
             ("dtype", mine.dtype, needed.dtype),

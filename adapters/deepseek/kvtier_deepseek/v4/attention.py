@@ -140,11 +140,10 @@ class V4Attention:
         return result
 
     def capture(self, view: TailRows, captures: Captures, state_slots: Tensor) -> None:
-        """Copy what ``captures`` hold of this layer, after a step of one token a row.
-
-        By then the rings still hold all that a checkpoint at the row's end does.
+        """Copy what ``captures`` hold of this layer, after a step of as many tokens a row as rings
+        have room for behind what is read: one, and ``max_draft``.
         """
-        self._capture_window(view, captures)
+        self.capture_window(view, captures)
         for stream in STREAMS[self.ratio]:
             for name in stream.states:
                 c = self.components[name]
@@ -171,9 +170,10 @@ class V4Attention:
             eps=self.eps,
         )
         if run.captures is not None:
-            self._capture_window(view, run.captures)
+            self.capture_window(view, run.captures)
 
-    def _capture_window(self, view: TailRows, captures: Captures) -> None:
+    def capture_window(self, view: TailRows, captures: Captures) -> None:
+        """Copy the window pages that ``captures`` hold of this layer."""
         pages = view.rows(WINDOW)
         if not self.records[WINDOW].planes:
             pages = pages.view(-1, self.components[WINDOW].slots_per_page, pages.shape[1])

@@ -15,7 +15,7 @@ from kvtier.layouts import Layout, swa_c4_c128
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.fields import is_size, refuse_rope_type, size
 
-__all__ = ["KINDS", "MODEL_TYPES", "Attention", "attention_of", "layout_for"]
+__all__ = ["KINDS", "MODEL_TYPES", "Attention", "attention_of", "dspark_stages", "layout_for"]
 
 MODEL_TYPES = ("deepseek_v4",)
 PAGE_TOKENS = 256
@@ -28,6 +28,8 @@ KINDS = {
 RECORDS = ("fp8", "fp32")
 INDEX_RECORDS = ("fp8", "mxfp4", "fp32")
 TAILS = ("minimal", "seed")
+DRAFTS = ("mtp", "dspark")
+DSPARK_STAGES = 3
 # What the packed formats hold; plain float32 rows may be of any size.
 PACKED_DIMS = {"head_dim": 512, "qk_rope_head_dim": 64}
 PACKED_INDEX_DIM = 128
@@ -57,6 +59,8 @@ def layout_for(
     index_record: str | None,
     page_tokens: int | None,
     tail: str | None,
+    draft: str | None = None,
+    max_draft: int = 0,
 ) -> Layout:
     """See ``kvtier_deepseek.layout_for``; ``model_type`` is one of MODEL_TYPES."""
     record = _one_of("record", record, RECORDS)
@@ -91,9 +95,35 @@ def layout_for(
             window=model.window,
             page_tokens=page,
             tail=tail,
+            max_draft=max_draft,
+            **_draft_options(config, draft, record),
         )
     except ConfigError as error:
         raise UnsupportedModel(str(error)) from error
+
+
+def _draft_options(config: Any, draft: str | None, record: str) -> dict[str, Any]:
+    if draft is None:
+        return {}
+    dtype = "float32" if record == "fp32" else "bfloat16"
+    if draft == "mtp":
+        values = size(config, "hc_mult") * size(config, "hidden_size")
+        return {"draft_layers": 1, "draft_state_values": values, "draft_state_dtype": dtype}
+    if draft == "dspark":  # it carries nothing over, but a page says whether its rows are there
+        return {
+            "draft_layers": dspark_stages(config),
+            "draft_state_values": 1,
+            "draft_state_dtype": dtype,
+        }
+    raise UnsupportedModel(f"draft {draft!r} is not one of {DRAFTS} for deepseek_v4")
+
+
+def dspark_stages(config: Any) -> int:
+    """Layers of a DSpark draft: those that ``compress_ratios`` lists behind the model's own, or as
+    many as the released ones have."""
+    listed = getattr(config, "compress_ratios", None)
+    behind = len(listed) - size(config, "num_hidden_layers") if listed else 0
+    return behind if behind > 1 else DSPARK_STAGES
 
 
 def attention_of(config: Any) -> Attention:
@@ -135,6 +165,8 @@ def _ratios(config: Any) -> tuple[int, ...]:
         drafts = getattr(config, "num_nextn_predict_layers", None) or 0
         if not (is_size(drafts) or drafts == 0):
             raise UnsupportedModel(f"num_nextn_predict_layers is {drafts!r}, which is no count")
+        if getattr(config, "dspark_block_size", None):
+            drafts = max(drafts, DSPARK_STAGES)
         _check_length("compress_ratios", by_ratio, layers, layers + drafts)
         if unknown := [r for r in by_ratio if isinstance(r, bool) or r not in KINDS.values()]:
             raise UnsupportedModel(f"compress_ratios has {unknown[0]!r}; there are 0, 4 and 128")

@@ -22,6 +22,7 @@ from kvtier.kernels import (
 )
 from kvtier.layouts import Component, Layout
 from kvtier_deepseek.config import layout_for
+from kvtier_deepseek.fields import DRAFT_STATE
 from kvtier_deepseek.metadata import (
     DeviceStepLike,
     RowLens,
@@ -85,13 +86,13 @@ class V4Family:
         step, device = cast(TailStepLike, step), cast(TailDeviceStepLike, device)
         captures = None
         if step.captures and bound is None:
-            captures = self._captures(step, device.input_ids.device)
+            captures = self.captures(step, device.input_ids.device)
         return self._run(device, row_lens(step, device, bound), captures)
 
     def capture(self, step: StepLike, device: DeviceStepLike) -> None:
         step, device = cast(TailStepLike, step), cast(TailDeviceStepLike, device)
         if step.captures:
-            captures = self._captures(step, device.input_ids.device)
+            captures = self.captures(step, device.input_ids.device)
             for layer in self._layers:
                 layer.capture(device.layer(layer.index), captures, device.state_slots)
 
@@ -134,8 +135,8 @@ class V4Family:
             c128_slots=c128_slots(batch) if self._has_c128 else None,
         )
 
-    def _captures(self, step: TailStepLike, device: torch.device) -> Captures:
-        """In one copy, so that nothing waits."""
+    def captures(self, step: TailStepLike, device: torch.device) -> Captures:
+        """Checkpoints due in ``step``.  In one copy, so that nothing waits."""
         count, slots = self._layout.tail_windows, self._windows.slots_per_page
         table = np.array(
             [
@@ -216,7 +217,7 @@ def _check_layout(layout: Layout, config: Any) -> None:
     for name, value in wanted.meta.items():
         if meta.get(name) != value:
             raise LayoutMismatch(f"{name} is {meta.get(name)!r}, the model has {value!r}")
-    mine = {c.name: c for c in layout.components}
+    mine = {c.name: c for c in layout.components if c.name != DRAFT_STATE}
     if mine.keys() != {c.name for c in wanted.components}:
         raise LayoutMismatch(
             f"components are {sorted(mine)}, the model needs "
