@@ -1,11 +1,12 @@
 """Gather, scatter and copy of raw bytes on a GPU, each in one launch.
 
 Sections are cut once, when they are first used, into chunks that a program moves at a time; the
-table of chunks lies on the device.  A launch takes one small upload of numbers, whatever the
-layout.  Addresses are 64 bits wide.  Owns no check of its arguments: ``kvtier.kernels.pack``, whose
+table of chunks lies on the device.  What a launch is about it fetches from pinned memory, whatever
+the layout.  Addresses are 64 bits wide.  Owns no check of its arguments: ``kvtier.kernels.pack``, whose
 functions these carry out, has made them.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ Ints = Sequence[int] | Numbers
 CHUNK = 16384
 """Bytes a program moves at most: enough loads in flight at once, enough programs a page."""
 _BLOCK = tl.constexpr(CHUNK)
+_WORDS = tl.constexpr(1024)
+"""Numbers that a program fetches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +129,63 @@ def copy_runs(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Non
 _compiled: dict[tuple[object, int | None], Any] = {}
 """What a kernel compiled to, by kernel and device: each takes one pointer, so there is one."""
 
+_lent: dict[int, deque[tuple[torch.Tensor, torch.cuda.Event]]] = {}
+"""Pinned buffers that numbers went through, by device, and what tells that they have arrived."""
+
 
 def _run(kernel: Any, programs: int, numbers: Numbers, device: torch.device) -> None:
-    # From pageable memory: the driver has read it when this returns.  Allocated on the stream that
-    # reads it, so its memory cannot be reused before it was read.
-    launch = torch.from_numpy(numbers).to(device, non_blocking=True)
+    launch = _on_device(numbers, device)
+    _start(kernel, programs, launch, device)
+
+
+def _start(kernel: Any, programs: int, launch: torch.Tensor, device: torch.device) -> None:
     compiled = _compiled.get((kernel, device.index))
     if compiled is None:  # the interpreter compiles nothing
         _compiled[kernel, device.index] = kernel[(programs,)](launch)
     else:  # past the look-up by types and values of the arguments, half of a launch
         compiled[programs, 1, 1](launch)
+
+
+def _on_device(numbers: Numbers, device: torch.device) -> torch.Tensor:
+    """These numbers for the current stream.  A kernel fetches them: a copy would wait, on the one
+    engine that brings bytes to a device, for the records that are on their way there."""
+    if device.type != "cuda":
+        return torch.from_numpy(numbers)
+    # Allocated on the stream that reads it, so its memory cannot be reused before it was read.
+    there = torch.empty(numbers.size, dtype=torch.int64, device=device)
+    lent = _lent.setdefault(there.get_device(), deque())
+    pinned = _free_buffer(lent, 2 + numbers.size)
+    words = pinned.numpy()
+    words[:2] = there.data_ptr(), numbers.size
+    words[2 : 2 + numbers.size] = numbers
+    _start(_fetch, triton.cdiv(numbers.size, _WORDS.value), pinned, device)
+    fetched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    fetched.record()
+    lent.append((pinned, fetched))
+    return there
+
+
+def _free_buffer(lent: deque[tuple[torch.Tensor, torch.cuda.Event]], words: int) -> torch.Tensor:
+    """A pinned buffer for so many, whose last numbers have been fetched."""
+    try:
+        pinned, fetched = lent.popleft()
+    except IndexError:
+        pass
+    else:
+        if not fetched.query():
+            lent.appendleft((pinned, fetched))
+        elif pinned.numel() >= words:
+            return pinned
+    return torch.empty(max(4096, triton.next_power_of_2(words)), dtype=torch.int64, pin_memory=True)
+
+
+@triton.jit
+def _fetch(pinned):
+    """Numbers out of pinned host memory: (address on the device, how many), then themselves."""
+    target = tl.load(pinned).to(tl.pointer_type(tl.int64))
+    at = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)
+    there = at < tl.load(pinned + 1)
+    tl.store(target + at, tl.load(pinned + 2 + at, mask=there), mask=there)
 
 
 @triton.jit
@@ -170,7 +220,7 @@ def _copy_bytes(source, target, size, held):
         left -= 1024
 
 
-# What a launch is about comes as numbers in one upload: handing over each by itself costs more
+# What a launch is about comes as numbers, all together: handing over each by itself costs more
 # than the launch.  (table, chunks, members, numbers an item, records, bytes of a row), then items.
 
 

@@ -223,7 +223,41 @@ def test_tails_out_of_range_move_nothing(tail: tuple[int, int], held: tuple[int,
     assert all(torch.equal(s.cpu(), b) for s, b in zip(it.storages, stale, strict=True))
 
 
+@pytest.mark.parametrize("count", [1, 6, 1023, 1024, 1025, 5000])
+def test_numbers_are_fetched_to_their_place(count: int) -> None:
+    there = torch.full((count + 2,), -1, dtype=torch.int64, device=DEVICE)
+    numbers = torch.arange(1, count + 1) << 40
+    pinned = torch.full((2 + 8192,), -7, dtype=torch.int64, pin_memory=GPU)
+    pinned[0], pinned[1], pinned[2 : 2 + count] = there[1:].data_ptr(), count, numbers
+    triton_pack._fetch[(-(-count // 1024),)](pinned)
+    if GPU:
+        torch.cuda.synchronize()
+    assert there[1:-1].tolist() == numbers.tolist()
+    assert there[0] == there[-1] == -1
+
+
 # What only a GPU can show.
+
+
+@pytest.mark.gpu
+def test_numbers_of_launches_that_wait_are_left_alone() -> None:
+    """Many launches behind a busy stream: each has its own numbers, until it has fetched them."""
+    it, records = sections((64,), pages=64), noise(64, 64, seed=3)
+    want = torch.stack([record(it, [63 - i]) for i in range(64)])
+    pack.pack_pages(it, [0], records, [0])
+    torch.cuda.synchronize()
+    for _ in range(3):
+        records.zero_()
+        torch.cuda._sleep(20_000_000)
+        for i in range(64):
+            pack.pack_pages(it, [63 - i], records, [i])
+        torch.cuda.synchronize()
+        assert torch.equal(records.cpu(), want)
+    held = len(triton_pack._lent[0])
+    for _ in range(200):
+        pack.pack_pages(it, [1], records, [1])
+        torch.cuda.synchronize()
+    assert len(triton_pack._lent[0]) == held, "buffers are used again"
 
 
 @pytest.mark.gpu
