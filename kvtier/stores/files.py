@@ -11,7 +11,9 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -139,14 +141,17 @@ def rest_of(buffers: list[memoryview], done: int) -> list[memoryview]:
 class FileLock:
     """An advisory lock on a file, held by this object until ``release`` or the process ends.
 
-    It conflicts with every other lock object, in this process too, and ends with a kill.
+    It conflicts with every other lock object, in this process too, and ends with a kill.  A
+    forked child has none of its parent's locks.
     """
 
-    __slots__ = ("_fd",)
+    __slots__ = ("__weakref__", "_fd")
 
     def __init__(self, path: str, *, create: bool) -> None:
+        _watch_forks()
         flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
         self._fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+        _locks.add(self)
 
     def take(self, *, shared: bool, wait_s: float = 0.0) -> bool:
         """Whether the lock was had within ``wait_s`` seconds."""
@@ -180,3 +185,17 @@ class FileLock:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
+
+
+_locks: "WeakSet[FileLock]" = WeakSet()
+"""All there are; those that a forked child finds are its parent's."""
+
+
+def _forget_all() -> None:
+    for lock in list(_locks):
+        lock.forget()
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_forget_all)

@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -39,8 +38,6 @@ __all__ = ["LmdbStore"]
 log = logging.getLogger("kvtier")
 
 _NO_CODEC: Mapping[str, int] = MappingProxyType({})
-_OPEN: "weakref.WeakSet[LmdbStore]" = weakref.WeakSet()
-_fork_watched = False
 
 
 @final
@@ -113,8 +110,6 @@ class LmdbStore:
         self._reader = PayloadReader(self._slabs, self._id, frame_bytes, self._codec)
         self._writer = PayloadWriter(self._slabs, self._id, frame_bytes, self._codec)
         self._closed = False
-        _watch_forks()
-        _OPEN.add(self)
 
     # -- the protocol --------------------------------------------------------------------------
 
@@ -237,7 +232,6 @@ class LmdbStore:
 
     def _release(self) -> None:
         """Close the files."""
-        _OPEN.discard(self)
         self._index.close()
         self._slabs.close()
 
@@ -487,17 +481,3 @@ class LmdbStore:
 
 def _is_root(record: Record) -> bool:
     return record.depth == 1 and record.component == "history"
-
-
-def _watch_forks() -> None:
-    """In a forked child, let go of the locks that are the parent's."""
-    global _fork_watched
-    if not _fork_watched:
-        _fork_watched = True
-        os.register_at_fork(after_in_child=_forget)
-
-
-def _forget() -> None:
-    for store in list(_OPEN):
-        if store._lock is not None:
-            store._lock.forget()
