@@ -2,8 +2,8 @@
 
 Sections are cut once, when they are first used, into chunks that a program moves at a time; the
 table of chunks lies on the device.  What a launch is about it fetches from pinned memory, whatever
-the layout.  Addresses are 64 bits wide.  Owns no check of its arguments: ``kvtier.kernels.pack``, whose
-functions these carry out, has made them.
+the layout.  Addresses are 64 bits wide.  Owns no check of its arguments: ``kvtier.kernels.pack``,
+whose functions these carry out, has made them.
 """
 
 from collections import deque
