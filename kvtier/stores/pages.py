@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvtier.stores.record import ROW, halves, less
 
-__all__ = ["Damaged", "IndexFile"]
+__all__ = ["Damaged", "IndexFile", "claimed_bytes"]
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
@@ -281,6 +281,13 @@ class IndexFile:
         places = np.ndarray((count,), whole, self._data.data, strides=(2,))
         found: npt.NDArray[Any] = places[at >> 1].view(kind)
         return found
+
+
+def claimed_bytes(path: str) -> int:
+    """How long the last commit says that the file is.  Raises Damaged, and OSError."""
+    with open(path, "rb", buffering=0) as file:
+        size, last = _last_commit(file.read(1 << 16))
+    return (int(last["last"]) + 1) * size
 
 
 def _check_empty(tree: Any) -> None:

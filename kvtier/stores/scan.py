@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import StoreError
 from kvtier.stores.index import Counters, Rows, check_rows
-from kvtier.stores.pages import IndexFile
+from kvtier.stores.pages import IndexFile, claimed_bytes
 from kvtier.stores.record import FORMAT, row_checks, unpack_more
 from kvtier.stores.walk import STARTED, UNABLE, UNSOUND, copy_tree, is_passing
 
@@ -67,7 +67,7 @@ def inspect(index: str, store: bytes, copy: str | None = None) -> Verdict:
     try:
         copy_tree(index, copy or os.devnull)
     except Exception as error:
-        if is_passing(error):
+        if is_passing(error) and not _overstated(index):
             raise StoreError(f"{index} cannot be inspected: {error}") from error
         return Verdict(UNSOUND, f"{type(error).__name__}: {error}")
     return _judge(index, store, copy)
@@ -90,12 +90,24 @@ def _walk_in_child(index: str, copy: str) -> Verdict | None:
         raise StoreError(error.errno, f"{index} cannot be inspected: {error}") from error
     started, _, said = child.stdout.partition("\n")
     why = said.strip() or child.stderr.strip()[-300:]
-    if started != STARTED or child.returncode == UNABLE:
+    passing = child.returncode == UNABLE and not _overstated(index)
+    if started != STARTED or passing:
         why = why or f"exit status {child.returncode}"
         raise StoreError(f"{index} cannot be inspected by {sys.executable!r}: {why}")
     if child.returncode:
         return Verdict(UNSOUND, f"exit status {child.returncode}: {why or 'no output'}")
     return None
+
+
+def _overstated(index: str) -> bool:
+    """Whether its beginning is damaged, or says that the file is much longer than it is: LMDB maps
+    what it says, and if that is too much it lacks memory, now and ever after."""
+    try:
+        return claimed_bytes(index) > 2 * os.stat(index).st_size + (1 << 20)
+    except ValueError:
+        return True
+    except OSError:
+        return False
 
 
 def _judge(index: str, store: bytes, copy: str | None) -> Verdict:

@@ -13,6 +13,7 @@ from kvtier.errors import StoreError
 from kvtier.stores import LmdbStore, fsck, list_stores
 from kvtier.stores.files import write_file
 from kvtier.stores.index import check_rows
+from kvtier.stores.pages import _FIRST
 from kvtier.stores.record import (
     ROW,
     Header,
@@ -26,7 +27,7 @@ from kvtier.stores.record import (
     unpack_more,
     unpack_row,
 )
-from kvtier.stores.recovery import is_clean
+from kvtier.stores.recovery import Inspect, is_clean
 from kvtier.stores.scan import SOUND, UNSOUND, inspect, inspect_in_child
 from kvtier.stores.slabs import SlotMap
 from tests.crash.kit import (
@@ -425,6 +426,29 @@ def test_a_child_without_room_is_no_evidence(filled: Path, monkeypatch: pytest.M
     monkeypatch.setattr("kvtier.stores.scan.STARTED", "something else")  # as a shell may print
     with pytest.raises(StoreError, match="cannot be inspected"):
         inspect_in_child(index, STORE)
+
+
+@pytest.mark.parametrize("last", [1 << 38, 1 << 46])
+@pytest.mark.parametrize("look", [inspect, inspect_in_child])
+def test_an_index_that_claims_more_than_memory_holds_is_damaged(
+    filled: Path, last: int, look: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB maps as much as it is told, and lacks memory then: now and ever after."""
+    open_store(filled)._abandon()
+    index = store_dir(filled) / "index.mdb"
+    fields = _FIRST.fields
+    assert fields is not None
+    with open(index, "r+b") as file:
+        for page in range(2):
+            file.seek(page * 4096 + fields["last"][1])
+            file.write(last.to_bytes(8, "little"))
+    verdict = look(str(index), STORE, None)
+    assert verdict.status == UNSOUND
+    assert "memory" in verdict.detail
+    monkeypatch.setattr(LmdbStore, "inspect", staticmethod(look))
+    with open_store(filled) as store:
+        assert (store_dir(filled) / "index.bad").exists()
+        assert all(fetch(store, RECORDS))
 
 
 def test_a_module_of_the_user_does_not_reach_the_child(
