@@ -100,6 +100,7 @@ class _Row:
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 _HALVES = frozenset({torch.bfloat16, torch.float16})
+_BF16 = frozenset({torch.bfloat16})
 _SINGLES = _HALVES | {torch.float32}
 _ANY = frozenset({"cpu", "cuda"})
 _CODES = frozenset({torch.uint8})
@@ -206,6 +207,18 @@ _ROWS: tuple[_Row, ...] = (
             _CUDA,
         )
         for record in _INDEX_RECORDS
+    ),
+    *(
+        _Row(
+            "mla_sparse",
+            record,
+            "triton",
+            _triton("mla_sparse", "mla_sparse"),
+            _ABSORBED,
+            dtypes,
+            _CUDA,
+        )
+        for record, dtypes in zip(_LATENT_RECORDS, (_HALVES, _BF16), strict=True)
     ),
     *(
         _Row("mla_sparse", record, "torch", mla_sparse, dims, _FLOATS, _ANY)

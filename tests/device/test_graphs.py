@@ -29,6 +29,7 @@ from kvtier.kernels import select_all, slots
 from kvtier.layouts.base import Share
 from kvtier_deepseek import Adapter, DecodeGraph, attach, layout_for
 from tests.adapter.models import full_logits, random_tokens, tiny_model
+from tests.adapter.swa_kit import expected as windowed_logits
 from tests.adapter.v4_models import v4_model
 from tests.shell.v4_kit import free, sized
 
@@ -44,12 +45,27 @@ MLA: dict[str, Any] = {
     "v_head_dim": 128,
 }
 """Sizes that the kernels of latent attention are made for."""
-KINDS = ("v3", "v4", "v4-plain")
+KINDS = ("v3", "swa", "swa-plain", "v4", "v4-plain")
+LATENT = ("v3", "swa", "swa-plain")
+WINDOWED: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "window_attn_skip_freq": [0, 1, 0],
+    "sliding_window": 70,
+}
+"""Reaches into the page before, and the one before that."""
+
+
+def type_for(kind: str, *, wide: bool) -> torch.dtype:
+    """The widest type that a kind's kernels take, or bfloat16."""
+    if not wide or kind == "swa":  # packed rows have queries in bfloat16
+        return torch.bfloat16
+    return torch.float16 if kind in LATENT else torch.float32
 
 
 @memo
 def model_of(kind: str, dtype: torch.dtype) -> Any:
-    model = tiny_model(**MLA) if kind == "v3" else v4_model(seed=1)
+    windowed = {} if kind == "v3" else WINDOWED
+    model = tiny_model(**MLA, **windowed) if kind in LATENT else v4_model(seed=1)
     model = model.to(dtype)
     # The others ask the device how many tokens each expert has.
     model.set_experts_implementation("batched_mm")
@@ -57,8 +73,11 @@ def model_of(kind: str, dtype: torch.dtype) -> Any:
 
 
 def open_cache(kind: str, model: Any) -> Cache:
-    options = {"dtype": next(model.parameters()).dtype} if kind == "v3" else PACKED
-    layout = layout_for(model.config, **(PLAIN if kind == "v4-plain" else options))
+    options: dict[str, Any] = PLAIN if kind == "v4-plain" else PACKED
+    if kind in LATENT:
+        record = "dense" if kind == "swa-plain" else None
+        options = {"dtype": next(model.parameters()).dtype, "window_record": record}
+    layout = layout_for(model.config, **options)
     config = sized(layout, gpu=24, cpu=0, max_leases=6)
     opened = Cache(layout, config, model="tiny", device=DEVICE)
     pool: Any = opened._pool
@@ -120,13 +139,12 @@ def whole(adapter: Adapter, step: Any) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("wide", [False, True], ids=["bf16", "wide"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_replay_is_eager(kind: str, dtype: torch.dtype) -> None:
+def test_replay_is_eager(kind: str, wide: bool) -> None:
     """F9, A4: logits and every byte on the device, checkpoints too; padding rows attend to nothing
     and a step of nothing else writes nothing."""
-    if kind == "v3" and dtype is torch.float32:
-        dtype = torch.float16
+    dtype = type_for(kind, wide=wide)
     with session(kind, dtype) as (cache, adapter, leases, streams):
         outputs: list[Tensor] = []
         hooks = [
@@ -155,7 +173,7 @@ def test_replay_is_eager(kind: str, dtype: torch.dtype) -> None:
                 for storage, was in zip(held(cache), before, strict=True):
                     storage.copy_(was)
                 again = ran(step)
-                if ran == graph.eager or kind != "v3":
+                if ran == graph.eager or kind not in LATENT:
                     assert torch.equal(logits, again)
                     assert all(map(torch.equal, held(cache), after))
                 else:  # of other lengths the keys are cut into other parts
@@ -168,12 +186,13 @@ def test_replay_is_eager(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_replays_give_the_logits_of_the_whole_sequence(kind: str) -> None:
     """By HF's own pass without a cache, in float32 where the kernels take it."""
-    dtype = torch.bfloat16 if kind == "v3" else torch.float32
+    dtype = type_for(kind, wide=kind not in LATENT)
     reference = copy.deepcopy(model_of(kind, dtype)).to("cpu", torch.float32)
     errors = []
     with session(kind, dtype) as (cache, adapter, leases, streams):
         graph = adapter.capture_decode(batch=ROWS, pages=PAGES)
-        wanted = [full_logits(reference, tokens) for tokens in streams]
+        oracle = full_logits if kind not in ("swa", "swa-plain") else windowed_logits
+        wanted = [oracle(reference, tokens) for tokens in streams]
         for step in steps(cache, leases, streams):
             logits = graph.replay(step).float().cpu()
             for row, lease in enumerate(step.leases):
@@ -181,13 +200,15 @@ def test_replays_give_the_logits_of_the_whole_sequence(kind: str) -> None:
                 errors.append((logits[row] - want).abs().max().item())
     errors.sort()
     # Of rounded keys or values the tiny models' experts may be others, so not of all.
-    assert errors[len(errors) // 2] < {"v3": 0.05, "v4": 0.5, "v4-plain": 5e-4}[kind], errors
+    bounds = {"v3": 0.05, "swa": 0.5, "swa-plain": 0.05, "v4": 0.5, "v4-plain": 5e-4}
+    assert errors[len(errors) // 2] < bounds[kind], errors
 
 
 @pytest.mark.gpu
-def test_checkpoints_of_replays_are_resumed_from() -> None:
+@pytest.mark.parametrize("kind", ["v4", "swa", "swa-plain"])
+def test_checkpoints_of_replays_are_resumed_from(kind: str) -> None:
     """A request that begins alike takes the page that was filled within a graph."""
-    with session("v4", torch.bfloat16) as (cache, adapter, leases, streams):
+    with session(kind, torch.bfloat16) as (cache, adapter, leases, streams):
         graph = adapter.capture_decode(batch=ROWS, pages=PAGES)
         page, lease, tokens = cache.layout.page_tokens, leases[0], streams[0]
         while lease.num_tokens < page + 2:
@@ -325,9 +346,18 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(GPU, reason="there is a GPU")
-@pytest.mark.parametrize("kind", ["v3", pytest.param("v4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "v3",
+        pytest.param("v4", marks=pytest.mark.slow),
+        pytest.param("swa-plain", marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_asked_in_a_decode_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model(**MLA).half() if kind == "v3" else v4_model((4, 128), seed=1)
+    model = v4_model((4, 128), seed=1)
+    if kind in LATENT:
+        model = tiny_model(**MLA, **({} if kind == "v3" else WINDOWED)).half()
     model.set_experts_implementation("batched_mm")
     with open_cache(kind, model) as cache, cache.lease([]) as lease:
         page = cache.layout.page_tokens

@@ -24,6 +24,7 @@ from kvtier.kernels import (
     RECORDS,
     triton_compress,
     triton_index,
+    triton_mla_sparse,
     triton_query,
     triton_sparse,
     triton_values,
@@ -153,6 +154,26 @@ def attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
                 )
 
 
+def latents() -> Iterator[tuple[str, Callable[[], Any]]]:
+    slots = torch.zeros(3, 128, dtype=torch.int32)
+    for name, dtype in (
+        ("dense", torch.bfloat16),
+        ("dense", torch.float16),
+        ("mla_fp8", torch.bfloat16),
+    ):
+        for heads in (16, 32, 64):
+            query = torch.zeros(3, heads, 576, dtype=dtype)
+            yield (
+                f"mla_sparse {name} {heads} {dtype}".replace("torch.", ""),
+                lambda q=query, name=name: triton_mla_sparse.mla_sparse(
+                    *(q, pages(name, 576, q.dtype), slots),
+                    latent_dim=512,
+                    scale=1.0,
+                    record=RECORDS[name],
+                ),
+            )
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -188,7 +209,7 @@ def main() -> None:
 
     JITFunction.run = compile_only
     report: dict[str, Any] = {}
-    for cases in (writers, compressors, queries, indexes, attentions):
+    for cases in (writers, compressors, queries, indexes, attentions, latents):
         for label, call in cases():
             if len(sys.argv) > 1 and not any(word in label for word in sys.argv[1:]):
                 continue
