@@ -8,6 +8,7 @@ from kvtier.cache import Cache
 from kvtier.config import (
     Adaptive,
     CacheConfig,
+    CheckpointFacts,
     CheckpointPolicy,
     Dense,
     EvictionPolicy,
@@ -54,6 +55,7 @@ __all__ = [
     "CacheConfig",
     "CacheStats",
     "Capture",
+    "CheckpointFacts",
     "CheckpointPolicy",
     "ConfigError",
     "Dense",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from os import PathLike, fspath
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kvtier.errors import ConfigError
 __all__ = [
     "Adaptive",
     "CacheConfig",
+    "CheckpointFacts",
     "CheckpointPolicy",
     "Dense",
     "EvictionPolicy",
@@ -60,6 +61,25 @@ def as_int(name: str, value: int, *, least: int | None = None) -> int:
     return int(value)
 
 
+class CheckpointFacts(NamedTuple):
+    """What a policy weighs of a checkpoint in host memory."""
+
+    gap: int
+    """Pages a lease would lose without it, back to the next shallower checkpoint."""
+    frames: int
+    """How many frames it takes."""
+    deepest: bool
+    """Nothing is known below, so the pages of the gap would go with it."""
+    passed: bool
+    """Another was kept at least two pages deeper on its path."""
+    uses: int
+    """How many leases have resumed here; 9 stands for more."""
+    prompt_end: bool
+    """One of the last two page ends of its prompt."""
+    branch: bool
+    """Another prompt was known to here and went on differently."""
+
+
 class CheckpointPolicy:
     """At which page ends to keep the tail (layouts with tails only).  One instance per cache.
 
@@ -80,25 +100,9 @@ class CheckpointPolicy:
         only while it has free room."""
         return True
 
-    def worth(
-        self,
-        *,
-        gap: int,
-        frames: int,
-        deepest: bool,
-        passed: bool,
-        uses: int,
-        prompt_end: bool,
-        branch: bool,
-    ) -> float:
+    def worth(self, checkpoint: CheckpointFacts) -> float:
         """What a checkpoint in host memory is worth per frame, beside a page of history (1.0) that
-        somebody can resume behind: it outlives that page's time without use this many times.
-
-        ``gap``: pages a lease would lose without it, back to the next shallower checkpoint.
-        ``frames``: how many frames it takes.  ``deepest``: nothing is known below, so the pages
-        of the gap would go with it.  ``passed``: another was kept at least two pages deeper on
-        its path.  ``uses``: how many leases have resumed here.
-        """
+        somebody can resume behind: it outlives that page's time without use this many times."""
         return 1.0
 
 
@@ -119,24 +123,17 @@ class _Placement(CheckpointPolicy):
 class _Adaptive(_Placement):
     """The guesses are round numbers; what comes of them is flat around each."""
 
-    def worth(
-        self,
-        *,
-        gap: int,
-        frames: int,
-        deepest: bool,
-        passed: bool,
-        uses: int,
-        prompt_end: bool,
-        branch: bool,
-    ) -> float:
-        if deepest:
+    def worth(self, checkpoint: CheckpointFacts) -> float:
+        gap, frames = checkpoint.gap, checkpoint.frames
+        if checkpoint.deepest:
             return gap / (frames + gap)
-        if not passed or uses > 1:
+        if not checkpoint.passed or checkpoint.uses > 1:
             chance = 1.0
-        elif branch:
+        elif checkpoint.branch:
             chance = 0.5
-        elif uses or prompt_end:  # a conversation goes on from its end, and seldom twice
+        elif (
+            checkpoint.uses or checkpoint.prompt_end
+        ):  # a conversation goes on from its end, and seldom twice
             chance = 0.1
         else:
             chance = 0.03

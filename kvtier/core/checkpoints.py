@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import log2
 from typing import TYPE_CHECKING
 
-from kvtier.config import CheckpointPolicy
+from kvtier.config import CheckpointFacts, CheckpointPolicy
 from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, Copy
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ LEVEL = 0
 """The class of a page of history that something can resume behind."""
 HOPELESS = -128
 """The class of history that nothing can resume behind; it goes before everything else."""
-
-
 _LEAST = 2.0**-60
 """Worth nothing, but still more than what is hopeless."""
 
@@ -70,32 +68,20 @@ class Scale:
     def __init__(self, policy: CheckpointPolicy, frames: int) -> None:
         self._policy = policy
         self._frames = frames
-        self._known: dict[tuple[int, bool, bool, int, bool, bool], int] = {}
+        self._known: dict[tuple[int, int, bool, bool, int, bool, bool], int] = {}
 
     def standing(self, mark: Mark, *, deepest: bool) -> int:
         """The class of one; ``deepest`` if nothing is known below it."""
-        uses = min(mark.uses, 9)
-        key = (mark.gap, deepest, mark.passed, uses, mark.prompt_end, mark.branch)
-        known = self._known.get(key)
+        uses, end = min(mark.uses, 9), mark.prompt_end
+        facts = mark.gap, self._frames, deepest, mark.passed, uses, end, mark.branch
+        known = self._known.get(facts)  # a plain tuple is cheaper to make, and equal to its like
         if known is None:
             if len(self._known) > 4096:
                 self._known.clear()
-            known = self._known[key] = self._ask(*key)
+            worth = self._policy.worth(CheckpointFacts(*facts))
+            known = round(2 * log2(worth)) if worth > _LEAST else HOPELESS + 1
+            self._known[facts] = known
         return known
-
-    def _ask(
-        self, gap: int, deepest: bool, passed: bool, uses: int, prompt_end: bool, branch: bool
-    ) -> int:
-        worth = self._policy.worth(
-            gap=gap,
-            frames=self._frames,
-            deepest=deepest,
-            passed=passed,
-            uses=uses,
-            prompt_end=prompt_end,
-            branch=branch,
-        )
-        return round(2 * log2(worth)) if worth > _LEAST else HOPELESS + 1
 
 
 def hopeless(node: "Node", *, kids: int = 0, checkpoint: bool = False) -> bool:

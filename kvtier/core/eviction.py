@@ -27,7 +27,7 @@ Entry = tuple[int, float, int, int, "Copy"]
 """Priority, minus the time without use by worth, minus the depth, a serial number: lowest first."""
 Queued = tuple[int, int, int, "Copy"]
 """Rank, minus the depth, a serial number."""
-Kind = tuple[int, bool, int]
+QueueKind = tuple[int, bool, int]
 """Priority, found again, class of worth."""
 
 
@@ -165,15 +165,15 @@ class EvictionOrder:
         self._evictable = evictable
         self._standing = standing
         self._weighed = weighed
-        self._queues: dict[Kind, _Queue] = {}
-        self._best: Kind = (0, False, 0)
+        self._queues: dict[QueueKind, _Queue] = {}
+        self._best: QueueKind = (0, False, 0)
         self._entries = 0
         self._limit = 2 * size + 64
         self._seq = 0
         self._now = 0
-        self._heads: dict[Kind, Entry] = {}
+        self._heads: dict[QueueKind, Entry] = {}
         """Of the queues, since ``begin``; up to date where ``_settled``."""
-        self._settled: set[Kind] = set()
+        self._settled: set[QueueKind] = set()
 
     def __len__(self) -> int:
         return self._entries
@@ -191,7 +191,7 @@ class EvictionOrder:
         self._seq += 1
         return self._entry(kind, (rank, -copy.node.depth, self._seq, copy))
 
-    def _entry(self, kind: Kind, queued: Queued) -> Entry:
+    def _entry(self, kind: QueueKind, queued: Queued) -> Entry:
         rank, depth, seq, copy = queued
         priority, again, standing = kind
         late: float = self._now - rank + 1
@@ -202,7 +202,7 @@ class EvictionOrder:
             late = late / weight if late > 0 else late * weight
         return priority, -late, depth, seq, copy
 
-    def _place(self, copy: "Copy") -> tuple[Kind, int]:
+    def _place(self, copy: "Copy") -> tuple[QueueKind, int]:
         node, mark = copy.node, copy.mark
         assert node is not None
         tick = node.tick if mark is None or not mark.tick else mark.tick
@@ -258,7 +258,7 @@ class EvictionOrder:
             if kind not in heads and (head := queue.head()) is not None:
                 heads[kind] = self._entry(kind, head)
 
-    def _settle(self, kind: Kind, queue: "_Queue") -> Queued | None:
+    def _settle(self, kind: QueueKind, queue: "_Queue") -> Queued | None:
         """Bring the head of a queue up to date; copies may move to other queues."""
         while (head := queue.head()) is not None:
             rank, depth, seq, copy = head

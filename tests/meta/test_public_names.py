@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 PROMISED = {
     "Adaptive", "Cache", "CacheClosed", "CacheConfig", "CacheStats", "Capture",
-    "CheckpointPolicy", "ConfigError", "Dense", "DeviceStep", "EvictionPolicy", "Identity",
+    "CheckpointFacts", "CheckpointPolicy", "ConfigError", "Dense", "DeviceStep",
+    "EvictionPolicy", "Identity",
     "InvariantError", "KVTierError", "LayerView", "LayoutMismatch", "Lease", "LeaseError",
     "LeaseInfo", "LeaseNotReady", "LeaseReleased", "LeaseState", "Op", "OpKind", "OutOfPages",
     "PageInfo", "PageReport", "Part", "Pin", "PrefixMatch", "Record", "RestorePolicy", "Span",

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import Adaptive, CacheConfig, CheckpointPolicy, Dense, EvictionPolicy, Sparse
+from kvtier.config import (
+    Adaptive,
+    CacheConfig,
+    CheckpointFacts,
+    CheckpointPolicy,
+    Dense,
+    EvictionPolicy,
+    Sparse,
+)
 from kvtier.core.checkpoints import HOPELESS, LEVEL, Mark, Scale, passed_by
 from kvtier.core.copies import CHECKPOINT, CPU, GPU, Copy
 from kvtier.core.geometry import Geometry
@@ -16,10 +24,9 @@ from kvtier.errors import ConfigError
 from kvtier.types import Tier
 from tests.property.server import FakeServer, packed, server
 
-FACTS: dict[str, Any] = {
-    "gap": 8, "frames": 4, "deepest": False, "passed": True, "uses": 0, "prompt_end": False,
-    "branch": False,
-}  # fmt: skip
+FACTS = CheckpointFacts(
+    gap=8, frames=4, deepest=False, passed=True, uses=0, prompt_end=False, branch=False
+)
 
 
 def tails(cpu: int, *, frames: int = 1, **options: Any) -> FakeServer:
@@ -65,19 +72,19 @@ def on_host(made: FakeServer, slot: int = CPU + CHECKPOINT) -> list[int]:
     ],
 )
 def test_what_adaptive_thinks_of_a_checkpoint(facts: dict[str, Any], worth: float) -> None:
-    assert Adaptive().worth(**{**FACTS, **facts}) == pytest.approx(worth)
+    assert Adaptive().worth(FACTS._replace(**facts)) == pytest.approx(worth)
 
 
 def test_others_keep_all_alike() -> None:
     for policy in (Dense(), Sparse(), CheckpointPolicy()):
-        assert policy.worth(**FACTS) == policy.worth(**{**FACTS, "deepest": True}) == 1.0
+        assert policy.worth(FACTS) == policy.worth(FACTS._replace(deepest=True)) == 1.0
     assert CheckpointPolicy().due(3, prompt_end=False, branch=False)
 
 
 def test_classes_are_half_octaves() -> None:
     class Given(CheckpointPolicy):
-        def worth(self, **facts: Any) -> float:
-            return float(facts["gap"]) / 16
+        def worth(self, checkpoint: CheckpointFacts) -> float:
+            return checkpoint.gap / 16
 
     scale = Scale(Given(), 4)
     classes = []
