@@ -9,23 +9,31 @@ import logging
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from math import inf
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self, final
 
+from kvtier.arguments import (
+    check_identity,
+    check_prompt,
+    check_tier,
+    check_tiers,
+    check_ttl,
+    check_type,
+)
 from kvtier.assembly import check_parts, geometry_of, make_core, make_transfer, open_store
 from kvtier.config import CacheConfig, RestorePolicy, as_int
 from kvtier.core import lookup
-from kvtier.core.keys import ANONYMOUS, chain_base, check_spans
+from kvtier.core.keys import ANONYMOUS, chain_base
 from kvtier.core.leases import LeaseRecord
 from kvtier.core.load_costs import ALWAYS, LoadCosts
 from kvtier.core.machine import CacheCore
-from kvtier.core.ops import OpKind
-from kvtier.errors import CacheClosed, ConfigError, KVTierError, LeaseError, StoreError
+from kvtier.errors import ConfigError, LeaseError
+from kvtier.flushing import Flushing, settle
 from kvtier.layouts.base import Layout
 from kvtier.lease import Lease, Pin, opened_at
 from kvtier.metrics import prometheus_text
@@ -56,8 +64,6 @@ logger = logging.getLogger("kvtier")
 _EVENTS_KEPT = 1 << 16
 """Events between two calls of ``Cache.events``; older ones are dropped, and that is reported."""
 _NO_STORES: Mapping[Tier, Store] = MappingProxyType({})
-_FOREVER = 1e18
-"""Seconds; an int may be too large to add to a time."""
 
 
 @final
@@ -113,8 +119,7 @@ class Cache:
             raise
         self._pool = transfer.pool if isinstance(transfer, PagedTransfer) else None
         self._pump = Pump(self._core, transfer, record_sizes(layout))
-        self._saver = ThreadPoolExecutor(1, "kvtier-flush")
-        """Where ``flush`` saves recency: has no thread until there is something to save."""
+        self._flushing = Flushing(self._pump, self._store if config.disk_mode == "write" else None)
         self._events_missed = 0
 
     def __repr__(self) -> str:
@@ -181,7 +186,7 @@ class Cache:
         if type(tokens) is not TokenBuffer:
             tokens = pack(tokens)
         if identity is not ANONYMOUS:
-            _check_identity(identity)
+            check_identity(identity)
         res, pump = self._core.residency, self._pump
         if pump.refuses:
             pump.refuse()
@@ -222,19 +227,17 @@ class Cache:
         Raises OutOfPages if ``reserve`` cannot be met or ``max_leases`` are open; then nothing has
         changed.
         """
-        packed = pack(tokens)
-        _check_identity(identity)
-        placed = check_spans(spans, len(packed)) if spans else ()
+        packed, placed = check_prompt(tokens, identity, spans)
         reserve = as_int("reserve", reserve, least=0)
         if max_reuse is not None:
             max_reuse = as_int("max_reuse", max_reuse, least=0)
-        _check_type("label", label, str)
-        _check_type("read", read, bool)
-        _check_type("write", write, bool)
+        check_type("label", label, str)
+        check_type("read", read, bool)
+        check_type("write", write, bool)
         priority = as_int("priority", priority)
-        expires = None if ttl is None else _expiry(ttl)
+        expires = None if ttl is None else time.monotonic() + check_ttl(ttl)
         policy = self._config.restore if restore is None else restore
-        _check_type("restore", policy, RestorePolicy)
+        check_type("restore", policy, RestorePolicy)
         ready = running_future()
         where = opened_at(1)
         with self._pump as core:
@@ -292,9 +295,7 @@ class Cache:
         Cancelling the future (also through ``asyncio.wrap_future``) returns its budget; what has
         arrived stays.  It fails never: a page that cannot be read ends the prefix.
         """
-        packed = pack(tokens)
-        _check_identity(identity)
-        placed = check_spans(spans, len(packed)) if spans else ()
+        packed, placed = check_prompt(tokens, identity, spans)
         future: Future[int] = Future()
         with self._pump as core:
             record, ops = core.prefetch(packed, identity, placed)
@@ -320,9 +321,7 @@ class Cache:
 
         Never more than ``CacheConfig.max_pinned`` of a tier: ``Pin.tokens`` says how much is held.
         """
-        packed = pack(tokens)
-        _check_identity(identity)
-        placed = check_spans(spans, len(packed)) if spans else ()
+        packed, placed = check_prompt(tokens, identity, spans)
         with self._pump as core:
             return Pin(self._pump, core.pin(packed, identity, placed, owner))
 
@@ -346,23 +345,14 @@ class Cache:
         """
         if not isinstance(to, int) or to not in (Tier.CPU, Tier.DISK):
             raise ConfigError(f"flush goes to Tier.CPU or Tier.DISK, not {to!r}")
-        future = running_future()
-        with self._pump:
-            if to is Tier.DISK:
-                running = self._pump.running(OpKind.PACK, OpKind.STORE)
-                then = partial(self._flushed, future)
-                self._pump.watch(running, then, follow=(OpKind.STORE,))
-            else:
-                then = partial(_resolve, future)
-                self._pump.watch(self._pump.running(OpKind.PACK), then)
-        return future
+        return self._flushing.flush(Tier(to))
 
     def evict(self, tier: Tier, pages: int) -> int:
         """Drop up to ``pages`` unpinned pages, in the policy's order; returns how many."""
         pages = as_int("pages", pages, least=0)
         with self._pump as core:
             self._expire(core)
-            count, ops = core.evict(_tier(tier), pages)
+            count, ops = core.evict(check_tier(tier), pages)
             self._pump.plan(ops)
         return count
 
@@ -376,13 +366,13 @@ class Cache:
         StoreError if it would not: then the old pages may be found again after a restart.
         """
         if identity is not None:
-            _check_identity(identity)
-        chosen = None if tiers is None else _tiers(tiers)
+            check_identity(identity)
+        chosen = None if tiers is None else check_tiers(tiers)
         future = running_future()
         with self._pump as core:
             ops = core.clear(identity, chosen)
             self._pump.plan(ops)
-            self._pump.watch((op.id for op in ops), partial(_resolve, future))
+            self._pump.watch((op.id for op in ops), partial(settle, future))
         return future
 
     # -- looking inside
@@ -418,9 +408,7 @@ class Cache:
         self, tokens: Tokens, *, identity: Identity = ANONYMOUS, spans: Sequence[Span] = ()
     ) -> list[PageReport]:
         """For each page of these tokens: the tiers that have it, or why it is not a hit."""
-        packed = pack(tokens)
-        _check_identity(identity)
-        placed = check_spans(spans, len(packed)) if spans else ()
+        packed, placed = check_prompt(tokens, identity, spans)
         with self._pump as core:
             return core.explain(packed, identity, placed)
 
@@ -462,7 +450,7 @@ class Cache:
     def pages(self, *, identity: Identity | None = None) -> Iterator[PageInfo]:
         """A snapshot of the radix tree, parents before children."""
         if identity is not None:
-            _check_identity(identity)
+            check_identity(identity)
         with self._pump as core:
             return iter(core.pages(identity))
 
@@ -494,90 +482,10 @@ class Cache:
         if core.next_expiry < inf and core.next_expiry < (now := time.monotonic()):
             self._pump.plan(core.expire(now))
 
-    def _flushed(self, future: "Future[None]", error: BaseException | None) -> None:
-        """On whatever thread ended the wait; the store is written on another."""
-        try:
-            with self._pump as core:
-                ticks = core.disk_ticks()
-            if ticks and self._store is not None and self._config.disk_mode == "write":
-                self._saver.submit(self._save, self._store, ticks, future, error)
-                return
-        except CacheClosed:
-            pass  # close does the same
-        except BaseException as failed:
-            _resolve(future, error or failed)
-            if not isinstance(failed, Exception):
-                raise
-            return
-        _resolve(future, error)
-
-    def _save(
-        self,
-        store: Store,
-        ticks: Sequence[tuple[bytes, int]],
-        future: "Future[None]",
-        error: BaseException | None,
-    ) -> None:
-        try:
-            store.touch(ticks)
-        except Exception as failed:  # noqa: BLE001 - whatever it is, the future carries it
-            error = error or failed
-        _resolve(future, error)
-
     def _close_store(self) -> None:
         if self._store is None:
             return
-        with suppress(RuntimeError):  # a callback of ``flush`` closes the cache, on that thread
-            self._saver.shutdown()
         try:
-            if self._config.disk_mode == "write":
-                self._store.touch(self._core.disk_ticks())
-        except Exception as error:  # noqa: BLE001 - may be lost, as in a crash
-            logger.warning("the recency of pages on disk was not saved: %s", error)
+            self._flushing.close(self._core)
         finally:
             self._store.close()
-
-
-def _resolve(future: "Future[None]", error: BaseException | None) -> None:
-    if error is None:
-        future.set_result(None)
-    elif isinstance(error, KVTierError):
-        future.set_exception(error)
-    else:
-        failed = StoreError(f"the disk did not do all of it: {error}")
-        failed.__cause__ = error
-        future.set_exception(failed)
-
-
-def _check_identity(identity: Identity) -> None:
-    if identity is ANONYMOUS:
-        return
-    if not isinstance(identity, Identity):
-        raise ConfigError(f"identity must be an Identity, like Identity(tenant={identity!r})")
-    for name, kind in (("tenant", str), ("adapter", str), ("salt", bytes)):
-        value = getattr(identity, name)
-        if value is not None and not isinstance(value, kind):
-            raise ConfigError(f"identity.{name} must be {kind.__name__} or None, got {value!r}")
-
-
-def _check_type(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name} must be a {kind.__name__}, got {value!r}")
-
-
-def _tier(tier: Tier) -> Tier:
-    if not isinstance(tier, int) or tier not in (Tier.GPU, Tier.CPU, Tier.DISK):
-        raise ConfigError(f"tier must be Tier.GPU, Tier.CPU or Tier.DISK, got {tier!r}")
-    return Tier(tier)
-
-
-def _tiers(tiers: Iterable[Tier]) -> frozenset[Tier]:
-    if not isinstance(tiers, Iterable):
-        raise ConfigError(f"tiers must be several, like [Tier.GPU], got {tiers!r}")
-    return frozenset(_tier(tier) for tier in tiers)
-
-
-def _expiry(ttl: float) -> float:
-    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:
-        raise ConfigError(f"ttl must be a number of seconds above 0, got {ttl!r}")
-    return time.monotonic() + min(ttl, _FOREVER)

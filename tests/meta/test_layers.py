@@ -16,11 +16,11 @@ LAYERS = [
     {"tokens", "config"},
     {"layouts"},
     {"core"},
-    {"seams", "sizing", "speeds", "trace"},
+    {"arguments", "seams", "sizing", "speeds", "trace"},
     {"kernels", "stores"},
     {"data", "deadlines"},
     {"pump", "step", "metrics"},
-    {"lease"},
+    {"flushing", "lease"},
     {"assembly", "stepping"},
     {"cache"},
     {"testing", "__init__"},
@@ -29,7 +29,7 @@ LAYERS = [
 ]
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 PURE = {"errors", "types", "tokens", "config", "layouts", "core", "seams", "sizing"}
-PURE |= {"speeds", "trace"}
+PURE |= {"arguments", "speeds", "trace"}
 # Of the standard library; `config` alone may ask os for `fspath`.
 IMPURE_STDLIB = {"threading", "time", "os", "random", "asyncio", "socket", "subprocess"}
 ALLOWED = {("config", "os.PathLike"), ("config", "os.fspath"), ("trace", "os.PathLike")}
