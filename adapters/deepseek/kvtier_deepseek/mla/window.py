@@ -93,14 +93,16 @@ class WindowAttention:
         )
         slots = torch.full((1, c.window or 1), -1, dtype=torch.int32, device=norm.device)
         slots[0, 0] = 0
-        self.kernels["mla_sparse"].run(
-            norm.new_zeros(1, d.heads, d.latent + d.rope),
-            rows,
-            slots,
-            latent_dim=d.latent,
-            scale=self.full.scale,
-            record=self.record,
-        )
+        for workspace in (self.full.workspace_bytes, 0):  # with lists cut into parts, and whole
+            self.kernels["mla_sparse"].run(
+                norm.new_zeros(1, d.heads, d.latent + d.rope),
+                rows,
+                slots,
+                latent_dim=d.latent,
+                scale=self.full.scale,
+                record=self.record,
+                workspace_bytes=workspace,
+            )
 
     def _attend(self, run: WindowRun, q_nope: Tensor, q_rope: Tensor, rows: Tensor) -> Tensor:
         """(tokens, heads, value)"""
