@@ -9,7 +9,7 @@ holds back stay held: so the same choices lead to the same state.
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import product
@@ -34,6 +34,7 @@ import kvtier
 from kvtier import LeaseState, Tier
 from kvtier.assembly import geometry_of
 from kvtier.core.geometry import Geometry
+from kvtier.core.leases import LeaseRecord
 from kvtier.core.ops import Kind, OpKind
 from kvtier.data.transfer import DeviceTransfer
 from kvtier.errors import LeaseError, LeaseNotReady, OutOfPages, StoreError
@@ -383,19 +384,74 @@ class CacheMachine(RuleBasedStateMachine):
         batch = list({id(h): h for p in picks if (h := self.held[p % len(self.held)])}.values())
         self.step_on(batch, tokens, rejected, fails=not fails, gone=not gone)
 
+    @precondition(lambda self: self.held)
+    @rule(
+        picks=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+        tokens=st.lists(st.integers(0, 2), min_size=3, max_size=3),
+        rounds=st.lists(
+            st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3), st.booleans()),
+            min_size=1,
+            max_size=4,
+        ),
+        fails=st.integers(0, 5),
+        after=st.sampled_from(["fork", "pause", "truncate", "release", "evict", None]),
+    )
+    def speculate(
+        self,
+        picks: list[int],
+        tokens: list[int],
+        rounds: list[tuple[int, int, int, bool]],
+        fails: int,
+        after: str | None,
+    ) -> None:
+        """Aim: rounds of drafts, each lease accepting as many as it likes; a round may begin with a
+        pass that is wholly rejected; then something else while rejected rows still lie there."""
+        batch = list({id(h): h for p in picks if (h := self.held[p % len(self.held)])}.values())
+        for drafts, first, then, drafting in rounds:
+            batch = [h for h in batch if h.lease.state is LeaseState.ACTIVE]
+            if not batch:
+                return
+            if drafting:
+                self.step_on(batch, [], [drafts + 1] * len(batch), most=0)
+                REACHED["drafted"] += 1
+            kept = [min(drafts + 1, n) for n in (first, then, first)][: len(batch)]
+            news = [self.next_tokens(h, tokens)[:n] for h, n in zip(batch, kept, strict=True)]
+            rejected = [drafts + 1 - len(new) for new in news]
+            REACHED["all drafts accepted"] += not all(rejected)
+            REACHED["no draft accepted"] += not all(news)
+            self.step_on(batch, tokens, rejected, most=[*map(len, news)], fails=not fails)
+        batch = [h for h in batch if h in self.held and h.lease.state is LeaseState.ACTIVE]
+        if not batch or after is None:
+            return
+        pick = self.held.index(batch[0])
+        REACHED[f"{after} after rejection"] += 1
+        if after == "truncate":
+            self.truncate(pick, batch[0].lease.num_tokens - then % 2)
+        elif after == "evict":
+            self.evict(Tier.GPU, 99)
+        else:
+            getattr(self, after)(pick)
+
     def step_on(
         self,
         batch: list[Held],
         tokens: list[int],
-        rejected: int = 0,
+        rejected: int | Sequence[int] = 0,
         *,
+        most: int | Sequence[int] = 99,
         fails: bool = False,
         gone: bool = False,
     ) -> None:
-        """Each row is fed the rest of its prompt (or ``tokens``), and drafts that are rejected."""
+        """Each row is fed the rest of its prompt (or ``tokens``), at most ``most``, and drafts that
+        are rejected."""
+        over = [rejected] * len(batch) if isinstance(rejected, int) else rejected
+        cuts = [most] * len(batch) if isinstance(most, int) else most
         try:
-            news = [self.next_tokens(h, tokens) for h in batch]
-            work = [(h.lease, [*new, *[9] * rejected]) for h, new in zip(batch, news, strict=True)]
+            news = [self.next_tokens(h, tokens)[:n] for h, n in zip(batch, cuts, strict=True)]
+            work = [
+                (h.lease, [*new, *[9] * more])
+                for h, new, more in zip(batch, news, over, strict=True)
+            ]
             with self.cache.step(work) as step:
                 before = [tuple(h.lease.tokens().tolist()) for h in batch]
                 if gone:
@@ -417,12 +473,11 @@ class CacheMachine(RuleBasedStateMachine):
             return
         except ZeroDivisionError:
             REACHED["step failed"] += 1
-            for held, context, new in zip(batch, before, news, strict=True):
-                if self.loses_its_tail(len(new) + rejected):
+            for held, context, new, more in zip(batch, before, news, over, strict=True):
+                if self.loses_its_tail(len(new) + more):
                     REACHED["tail lost to a failed step"] += 1
                 elif held.lease.state is LeaseState.ACTIVE:
                     assert held.lease.num_tokens == len(context)
-                    self.write_state(held)  # what the failed pass did is undone by its owner
         self.held = [h for h in self.held if h.lease.state is not LeaseState.RELEASED]
         for held in batch:
             if held in self.held and held.lease.state is LeaseState.ACTIVE:
@@ -493,12 +548,6 @@ class CacheMachine(RuleBasedStateMachine):
         slots = torch.from_numpy(slot * PAGE + at % PAGE).long()
         for name in STATES:
             self.write(name, slots, rows[at])
-
-    def write_state(self, held: Held) -> None:
-        if self.layout.has_tails:
-            tokens = tuple(held.lease.tokens().tolist())
-            rows = digests(held.epoch, held.identity, tokens)
-            self.write_states(held.lease._record.state_slot, rows, 0, len(rows))
 
     def capture(self, capture: kvtier.Capture, slot: int, windows: npt.NDArray[np.int32]) -> None:
         pages: list[int] = []
@@ -767,6 +816,9 @@ class CacheMachine(RuleBasedStateMachine):
         for frame in set(range(pools[0].size)) - pools[0].taken():
             self.pool.poison(Kind.HISTORY, (frame,), live=False)
         self.host.poison(sorted(set(range(pools[1].size)) - pools[1].taken()))
+        for record in self.core.leases.values():
+            if record.state is LeaseState.ACTIVE:
+                self.poison_rejected(record)
         if not self.layout.has_tails:
             return
         for frame in set(range(pools[3].size)) - pools[3].taken():
@@ -775,6 +827,26 @@ class CacheMachine(RuleBasedStateMachine):
         for slot in set(range(states.size)) - states.taken():
             for name, layer in product(STATES, range(2)):
                 self.pool.rows(name, layer)[slot * PAGE : (slot + 1) * PAGE] = 0xFF
+
+    def poison_rejected(self, record: LeaseRecord) -> None:
+        """Slots past a lease's committed tokens, and ring rows that the next one does not read."""
+        at = np.arange(record.length, record.capacity, dtype=np.int32)
+        pages = self.core.block_tables[record.row][at // PAGE]
+        assert all(record.owned[-(-record.length // PAGE) :]), "a shared page would be written"
+        windows = None
+        if self.layout.windows:
+            table = np.append(self.core.window_tables[record.row], np.int32(-1))
+            windows = table[np.minimum(at // 2, len(table) - 1)]
+        for (name, slots), layer in product(
+            self.layout.slots(at, pages, windows).items(), range(2)
+        ):
+            self.pool.rows(name, layer)[torch.from_numpy(slots[slots >= 0]).long()] = 0xFF
+        for name, layer in product(STATES if self.layout.has_tails else (), range(2)):
+            first = record.length // 2 * 2 if name == "group" else max(0, record.length - 1)
+            unread = np.ones(PAGE, dtype=bool)
+            unread[np.arange(first, record.length) % PAGE] = False
+            ring = torch.from_numpy(record.state_slot * PAGE + np.flatnonzero(unread))
+            self.pool.rows(name, layer)[ring] = 0xFF
 
     def check_rows(self, held: Held) -> None:
         lease = held.lease
@@ -843,6 +915,7 @@ def test_the_machine_gets_around(long_run: bool) -> None:
         *("forked", "paused", "resumed whole", "resumed a partial page", "prefetching"),
         *("released while restoring", "evicted GPU", "evicted CPU", "evicted DISK"),
         *("corrupted", "restarted", "asked again", "tail lost to a failed step"),
-        "settled early",
+        *("settled early", "drafted", "all drafts accepted", "no draft accepted"),
+        *(f"{what} after rejection" for what in ("fork", "pause", "truncate", "release", "evict")),
     ):
         assert REACHED[what] >= 5, (what, REACHED)

@@ -455,7 +455,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         recs = list({self.pick(data).id: None for _ in range(size)})
         live = [self.core.leases[i] for i in recs]
         news = [data.draw(st.lists(st.integers(0, 1), max_size=5)) for _ in live]
-        extra = [data.draw(st.integers(0, self.geometry.max_draft or 2)) for _ in live]
+        extra = [data.draw(st.integers(0, self.most_rejected)) for _ in live]
         self.step(live, news, extra, fail=not fail)
 
     @rule(
@@ -476,7 +476,7 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         made = [self.open([*tokens[:cut], 1]) for _ in range(1 + others)]
         self.drain()
         live = [r for r in made if r is not None and r.state is LeaseState.ACTIVE]
-        most = self.geometry.max_draft + 1 if self.geometry.max_rejected else 3
+        most = self.most_rejected
         for _ in range(rounds):
             drafted = data.draw(st.integers(0, most - 1))
             kept = [data.draw(st.integers(0, drafted + 1)) for _ in live]
@@ -490,6 +490,11 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
             if not live:
                 return
         self.after_rejection(data, live[-1])
+
+    @property
+    def most_rejected(self) -> int:
+        most = self.geometry.max_rejected
+        return 3 if most is None else most
 
     def after_rejection(self, data: Any, rec: LeaseRecord) -> None:
         """What else a scheduler may do at that moment."""
