@@ -188,6 +188,20 @@ class TestWindows:
         )
         assert made == by_hand and made.fingerprint == by_hand.fingerprint
 
+    def test_predictors(self) -> None:
+        """One with history is added behind; one with a window is refused where it is used."""
+        plain = self.config(window_attn_skip_freq=[0, 1, 1, 0])
+        made = layout_for(plain, window_record="dense", draft="mtp")
+        layers = {c.name: c.layers for c in made.components}
+        assert (layers["latent"], layers["window_latent"]) == ((0, 3), (1, 2))
+        for fields in (
+            {"window_attn_skip_freq": [0, 1, 1, 1]},
+            {"layer_types": ["full_attention", *["sliding_attention"] * 3]},
+        ):
+            layout_for(self.config(**fields), window_record="dense")
+            with pytest.raises(UnsupportedModel, match=f"{next(iter(fields))}: a next-n"):
+                layout_for(self.config(**fields), window_record="dense", draft="mtp")
+
     @pytest.mark.parametrize("fields", [{"window_attn_skip_freq": [0, 0, 0]}, {}], ids=str)
     def test_no_windows(self, fields: dict[str, Any]) -> None:
         plain = layout_for(config_of("v3", num_hidden_layers=3))

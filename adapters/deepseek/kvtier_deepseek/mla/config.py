@@ -153,6 +153,10 @@ def _draft_options(config: Any, draft: str | None, dtype: str) -> dict[str, Any]
         return {}
     if draft != "mtp" or config.model_type != "deepseek_v3":
         raise UnsupportedModel(f"draft {draft!r}: {config.model_type} has none of that kind")
+    layers = size(config, "num_hidden_layers")
+    for name, windowed in (("window_attn_skip_freq", 1), ("layer_types", "sliding_attention")):
+        if windowed in (getattr(config, name, None) or ())[layers:]:
+            raise UnsupportedModel(f"{name}: a next-n predictor with a window cannot be served")
     return {
         "draft_layers": 1,
         "draft_state_values": size(config, "hidden_size"),
