@@ -5,7 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.kernels.pack import Sections, copy_spans, pack_pages, unpack_pages
+from kvtier.kernels.pack import (
+    Sections,
+    clear_tails,
+    copy_spans,
+    pack_pages,
+    pack_tails,
+    unpack_pages,
+    unpack_tails,
+)
 
 WIDTHS = (5, 16, 1, 1152)
 
@@ -105,3 +113,12 @@ def test_copy_spans(sources: list[tuple[int, bool]], targets: list[tuple[int, bo
             got = flat[at : at + length]
             assert span.tolist() == got + [0xFF] * (length - len(got))
         at += length
+
+
+def test_a_tail_that_holds_nothing_yet() -> None:
+    """A lease without tokens, of a layout whose tails are windows only."""
+    nothing, records = Sections((), ()), torch.full((2, 8), 7, dtype=torch.uint8)
+    clear_tails(nothing, [(3,)])
+    pack_tails(nothing, [(3,)], records, [(1,)])
+    unpack_tails(nothing, [(3,)], records, [(1,)])
+    assert (records == 7).all()
