@@ -195,9 +195,9 @@ BUGS = [
     ),
     Bug(
         "pins know no limit",
-        "machine",
-        "        held = path[:room]",
-        "        held = path",
+        "pinning",
+        "        held = list(path[:room])",
+        "        held = list(path)",
     ),
     Bug(
         "children that arrived first are not stored",

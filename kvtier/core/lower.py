@@ -114,6 +114,15 @@ class Lower:
             last, before = target, last
             moves.append(Move(history_part(source, target), source, (target,)))
 
+    def again(self, nodes: Sequence[Node]) -> list[Op]:
+        """A path has been found again: what was skipped of it before is offered once more."""
+        if not nodes or not self.geometry.cpu_frames:
+            return []
+        last = nodes[-1]
+        if last.copies[CPU] is None:
+            return self.pack([nodes])
+        return self.store([last]) if last.copies[DISK] is None else []
+
     def turn_end(self, nodes: Sequence[Node]) -> list[Op]:
         """A lease ends here, and its conversation will go on from here: its last checkpoint, if
         the device still has it, is kept as one at a prompt's end is."""

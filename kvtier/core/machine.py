@@ -29,7 +29,7 @@ import numpy.typing as npt
 from kvtier.config import Adaptive, CheckpointPolicy, EvictionPolicy
 from kvtier.core import check, lookup, report
 from kvtier.core.branching import Branching
-from kvtier.core.copies import CHECKPOINT, CPU, DISK
+from kvtier.core.copies import CPU
 from kvtier.core.disk import DiskTable
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import ANONYMOUS, check_spans, page_extras
@@ -40,6 +40,7 @@ from kvtier.core.lower import Lower
 from kvtier.core.operations import Operations, TailPools
 from kvtier.core.ops import Op, OpKind
 from kvtier.core.parking import Parking
+from kvtier.core.pinning import Pinning
 from kvtier.core.residency import Residency
 from kvtier.core.restore import Restore
 from kvtier.core.tree import Node
@@ -113,7 +114,7 @@ class CacheCore:
         self.upkeep = Upkeep(self.residency, self.leases, stores=self.lower.stores)
         self.prefetches: dict[int, PrefetchRecord] = {}
         self.pins: list[PinRecord] = []
-        self.max_pinned = max_pinned
+        self.pinning = Pinning(self.residency, self.pins, share=max_pinned)
         self.lookups = 0
         if disk is not None:
             self.residency.tick = int(disk.tick[disk.all_rows()].max(initial=0))
@@ -171,11 +172,7 @@ class CacheCore:
         extras = page_extras(spans, page) if spans else {}
         if not self.tables.free:
             raise OutOfPages(1, 0, f"leases (max_leases={self.geometry.max_leases})")
-        limit = max(0, len(tokens) - 1) // page
-        if max_reuse is not None:
-            limit = min(limit, max(0, max_reuse) // page)
-        if not read:
-            limit = 0
+        limit = self._reusable(len(tokens), max_reuse) if read else 0
         root = self.residency.root(identity)
         path, known = self.restore.path(root, tokens.data, extras, limit)
         rec = LeaseRecord(
@@ -199,12 +196,9 @@ class CacheCore:
         )
         try:
             ops = self.restore.bring_up(rec, path, -(-reserve // page))
-        except OutOfPages:
-            for n in reversed(path):
+        finally:
+            for n in reversed(path[len(rec.nodes) :]):
                 self.residency.prune(n)
-            raise
-        for n in reversed(path[len(rec.nodes) :]):
-            self.residency.prune(n)
         self.tables.free.pop()
         root.pins += 1
         self.leases[rec.id] = rec
@@ -212,8 +206,16 @@ class CacheCore:
         self.residency.touch(rec.nodes, hits=1)
         self.lifetimes.extend(rec.nodes, rec)
         if write:
-            ops += self._lower_again(rec.nodes)
+            ops += self.lower.again(rec.nodes)
         return rec, ops
+
+    def _reusable(self, num_tokens: int, max_reuse: int | None) -> int:
+        """Full pages that a lease may stand on: at least the last token is computed."""
+        page = self.geometry.page_tokens
+        limit = max(0, num_tokens - 1) // page
+        if max_reuse is not None:
+            limit = min(limit, max(0, max_reuse) // page)
+        return limit
 
     def settle_early(self, rec: LeaseRecord) -> list[Op]:
         """Let a lease that was opened with costs stop waiting for the disk: it stands on what is
@@ -225,17 +227,6 @@ class CacheCore:
     def at_hand(self, rec: LeaseRecord) -> int:
         """Tokens that a RESTORING lease could stand on without waiting for the disk."""
         return self.restore.at_hand(rec) * self.geometry.page_tokens
-
-    def _lower_again(self, nodes: Sequence[Node]) -> list[Op]:
-        """Offer what was skipped before to the lower tiers: it has been found again."""
-        if not nodes or not self.geometry.cpu_frames:
-            return []
-        last, ops = nodes[-1], []
-        if last.copies[CPU] is None:
-            ops += self.lower.pack([nodes])
-        elif last.copies[DISK] is None:
-            ops += self.lower.store([last])
-        return ops
 
     # ------------------------------------------------------------------ writing
     def reserve(
@@ -318,19 +309,23 @@ class CacheCore:
         most: int | None = None,
     ) -> tuple[PrefetchRecord, list[Op]]:
         """Bring a prefix up to the host; of pages that only the disk has ``most`` (None: all)."""
-        page = self.geometry.page_tokens
-        extras = page_extras(check_spans(spans, len(tokens)), page) if spans else {}
-        path, _ = self.restore.path(
-            self.residency.root(identity), tokens.data, extras, len(tokens) // page
-        )
+        path = self._known(tokens, identity, spans)
         rec = PrefetchRecord(next(self._ids), path, set())
         self.residency.pin(path)
         self.prefetches[rec.id] = rec
         self.residency.touch(path)
-        ops = self.restore.prefetch(rec, max(0, len(tokens) - 1) // page, most)
+        whole = max(0, len(tokens) - 1) // self.geometry.page_tokens
+        ops = self.restore.prefetch(rec, whole, most)
         if rec.done:
             self._end_prefetch(rec)
         return rec, ops
+
+    def _known(self, tokens: TokenBuffer, identity: Identity, spans: Sequence[Span]) -> list[Node]:
+        """All known pages of a prompt; those that are only on disk are given nodes."""
+        page = self.geometry.page_tokens
+        extras = page_extras(check_spans(spans, len(tokens)), page) if spans else {}
+        root = self.residency.root(identity)
+        return self.restore.path(root, tokens.data, extras, len(tokens) // page)[0]
 
     def _end_prefetch(self, rec: PrefetchRecord) -> None:
         if self.prefetches.pop(rec.id, None) is not None:
@@ -353,34 +348,11 @@ class CacheCore:
     ) -> PinRecord:
         """Keep what is known of a prefix in some tier until ``unpin``; stops where all pins
         together would hold more than ``max_pinned`` of the device and host pages."""
-        page = self.geometry.page_tokens
-        extras = page_extras(check_spans(spans, len(tokens)), page) if spans else {}
-        path, _ = self.restore.path(
-            self.residency.root(identity), tokens.data, extras, len(tokens) // page
-        )
-        tiers = (self.geometry.gpu_pages, self.geometry.cpu_frames)
-        budget = int(self.max_pinned * min(size for size in tiers if size))
-        room = max(0, budget - len({n for p in self.pins for n in p.nodes}))
-        held = path[:room]
-        self.residency.keep(held, 1)
-        for n in reversed(path[room:]):
-            self.residency.prune(n)
-        tails = (n for n in reversed(held) if self.residency.best(n, CHECKPOINT) is not None)
-        rec = PinRecord(held, len(held) * page, owner, next(tails, None))
-        if rec.tail is not None:
-            self.residency.keep_tail(rec.tail, 1)
-        self.pins.append(rec)
-        return rec
+        return self.pinning.pin(self._known(tokens, identity, spans), owner)
 
     def unpin(self, rec: PinRecord) -> list[Op]:
         """Idempotent."""
-        if not rec.closed:
-            rec.closed = True
-            self.pins.remove(rec)
-            if rec.tail is not None:
-                self.residency.keep_tail(rec.tail, -1)
-            self.residency.keep(reversed(rec.nodes), -1)
-            rec.nodes = []
+        self.pinning.unpin(rec)
         return self._drops()
 
     def evict(self, tier: Tier, pages: int) -> tuple[int, list[Op]]:
