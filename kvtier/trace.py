@@ -210,6 +210,7 @@ class Sizes:
 
 
 V4_FLASH = Sizes(page_tokens=256, page_bytes=998_208, checkpoint_bytes=3_649_920)
+"""What layout ``swa_c4_c128`` comes to with the layers of DeepSeek-V4-Flash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,14 +87,7 @@ def mla(
         meta["draft_state_values"] = draft_state_values
     if window is not None:
         per_page = _window_page(window, page_tokens, window_page_tokens)
-        if window_record not in WINDOW_RECORDS:
-            raise ConfigError(f"window_record must be one of {WINDOW_RECORDS}: {window_record!r}")
-        packed = window_record == "fp8"
-        if packed and (latent_dim, rope_dim) != PACKED_DIMS:
-            raise ConfigError(
-                f"window_record='fp8' stores {PACKED_DIMS} values of latent and rope, not "
-                f"{(latent_dim, rope_dim)}; use window_record='dense'"
-            )
+        packed = _is_packed(window_record, (latent_dim, rope_dim))
         rows = Component(
             name="window_latent",
             share=Share.TAIL,
@@ -128,6 +121,18 @@ def _window_layers(given: Sequence[int], layers: int) -> tuple[int, ...]:
     if len(found) == layers:
         raise ConfigError("window_layers has every layer: nothing is left that could be shared")
     return found
+
+
+def _is_packed(record: str, dims: tuple[int, int]) -> bool:
+    if record not in WINDOW_RECORDS:
+        raise ConfigError(f"window_record must be one of {WINDOW_RECORDS}: {record!r}")
+    packed = record == "fp8"
+    if packed and dims != PACKED_DIMS:
+        raise ConfigError(
+            f"window_record='fp8' stores {PACKED_DIMS} values of latent and rope, not {dims}; "
+            "use window_record='dense'"
+        )
+    return packed
 
 
 def _window_page(window: int, page_tokens: int, given: int | None) -> int:

@@ -86,18 +86,13 @@ def swa_c4_c128(
     Raises ConfigError naming the argument.
     """
     ratios = tuple(layer_ratios)
-    if not any(ratios) or any(ratio not in RATIOS for ratio in ratios):
-        raise ConfigError(f"layer_ratios must be of {RATIOS}, not all 0, got {ratios}")
+    _check_pages(ratios, page_tokens, window)
     if tail not in ("minimal", "seed"):
         raise ConfigError(f'tail must be "minimal" or "seed", got {tail!r}')
     if min(draft_layers, max_draft) < 0:
         raise ConfigError(f"must not be negative: {draft_layers=} {max_draft=}")
     if not 0 < rope_dim <= min(head_dim, index_dim) or rope_dim % 2:
         raise ConfigError(f"{rope_dim=} must be pairs within {head_dim=} and {index_dim=}")
-    if page_tokens < 1 or page_tokens % max(1, *ratios):
-        raise ConfigError(f"{page_tokens=} must be whole groups of {max(ratios)} tokens")
-    if window < 1 or page_tokens % window:
-        raise ConfigError(f"{window=} must divide {page_tokens=}")
     entry = _stored("record", record, RECORDS, head_dim, rope_dim)
     index = _stored("index_record", index_record, INDEX_RECORDS, index_dim, rope_dim)
     layers = {ratio: tuple(i for i, r in enumerate(ratios) if r == ratio) for ratio in RATIOS}
@@ -127,19 +122,7 @@ def swa_c4_c128(
         layer=len(ratios),
         page_tokens=page_tokens,
     )
-    swa = Component(
-        name="swa",
-        share=Share.TAIL,
-        tokens_per_slot=1,
-        slots_per_page=window,
-        layers=tuple(range(len(ratios) + draft_layers)),
-        window=window,
-        checkpoint_slots=window * (2 if tail == "seed" else 1),
-        slot_bytes=entry.slot_bytes,
-        dtype=entry.dtype,
-        planes=entry.planes,
-        page_align=entry.page_align,
-    )
+    swa = _window(entry, len(ratios) + draft_layers, window, pages_kept=2 if tail == "seed" else 1)
     return Layout(
         name="swa_c4_c128",
         page_tokens=page_tokens,
@@ -156,6 +139,16 @@ def swa_c4_c128(
         draft_layers=draft_layers,
         max_draft=max_draft,
     )
+
+
+def _check_pages(ratios: tuple[int, ...], page_tokens: int, window: int) -> None:
+    """Entries and windows end where pages do."""
+    if not any(ratios) or any(ratio not in RATIOS for ratio in ratios):
+        raise ConfigError(f"layer_ratios must be of {RATIOS}, not all 0, got {ratios}")
+    if page_tokens < 1 or page_tokens % max(1, *ratios):
+        raise ConfigError(f"{page_tokens=} must be whole groups of {max(ratios)} tokens")
+    if window < 1 or page_tokens % window:
+        raise ConfigError(f"{window=} must divide {page_tokens=}")
 
 
 def _history(
@@ -186,6 +179,23 @@ def _state(name: str, dim: int, layers: tuple[int, ...], ring: int, *, kept: int
         slot_bytes=2 * dim * FLOAT,
         dtype="float32",
         checkpoint_slots=kept,
+    )
+
+
+def _window(stored: _Record, layers: int, window: int, *, pages_kept: int) -> Component:
+    """The windows of all layers, of which checkpoints hold the last ``pages_kept`` pages."""
+    return Component(
+        name="swa",
+        share=Share.TAIL,
+        tokens_per_slot=1,
+        slots_per_page=window,
+        layers=tuple(range(layers)),
+        window=window,
+        checkpoint_slots=window * pages_kept,
+        slot_bytes=stored.slot_bytes,
+        dtype=stored.dtype,
+        planes=stored.planes,
+        page_align=stored.page_align,
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.layouts import Component, Layout, Share, swa_c4_c128
+from kvtier.trace import V4_FLASH, Sizes
 
 FLASH = (0, 0, *(4, 128) * 20, 4)
 PRO = (128, 128, *(4, 128) * 29, 4)
@@ -31,6 +32,16 @@ def test_the_models_are_those_that_were_published() -> None:
     assert [len(FLASH), FLASH.count(0), FLASH.count(4), FLASH.count(128)] == [43, 2, 21, 20]
     assert [len(PRO), PRO.count(0), PRO.count(4), PRO.count(128)] == [61, 0, 30, 31]
     assert [FLASH[2], FLASH[3], FLASH[42], PRO[2], PRO[3], PRO[60]] == [4, 128, 4, 4, 128, 4]
+
+
+def test_traces_are_replayed_with_the_sizes_of_this_layout() -> None:
+    it = flash()
+    sizes = Sizes(
+        page_tokens=it.page_tokens,
+        page_bytes=it.page_bytes(),
+        checkpoint_bytes=it.checkpoint_bytes(),
+    )
+    assert sizes == V4_FLASH
 
 
 # --------------------------------------------------------------------------- pages
