@@ -339,7 +339,7 @@ def _check_records(sections: Sections, records: torch.Tensor) -> None:
     assert records.dtype is torch.uint8
     assert records.dim() == 2
     assert records.stride(1) == 1
-    assert records.device == sections.storages[0].device
+    assert all(records.device == storage.device for storage in sections.storages[:1])
 
 
 def _within(numbers: Ints, count: int) -> bool:
