@@ -383,6 +383,8 @@ def check_rows(rows: Rows, more: dict[bytes, list[int]], counters: Counters) -> 
     ``rows`` in key order.  Checks order, parents, child counts, slots and counters.
     """
     wrong = []
+    if any(type(n) is not int or not 0 <= n < 1 << 63 for n in counters.named().values()):
+        return [f"impossible counters: {counters}"]
     keys = halves(rows["key"])
     if not less(keys[:-1], keys[1:]).all():
         return ["keys are not in order"]
@@ -411,6 +413,11 @@ def check_rows(rows: Rows, more: dict[bytes, list[int]], counters: Counters) -> 
         quarantined=int(bad["frames"].sum()),
         bytes=int(rows["size"].sum()),
     )
+    wrong += [
+        f"a row has a later {name} than the counters"
+        for name in ("seq", "tick")
+        if len(rows) and rows[name].max() > getattr(counters, name)
+    ]
     if total != counters:
         wrong.append(f"the counters are {counters}, the rows make {total}")
     return wrong

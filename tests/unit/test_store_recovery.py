@@ -1,5 +1,6 @@
 """What opening does with an index nobody vouches for: inspect, copy, set aside, rebuild."""
 
+import json
 import os
 import random
 from collections.abc import Sequence
@@ -548,6 +549,24 @@ def test_a_damaged_description_is_told(filled: Path, name: bytes, value: bytes) 
         store.check()
 
 
+@pytest.mark.parametrize("name", ["seq", "tick"])
+@pytest.mark.parametrize("value", [-1, 0, 1.5, "7", None, [], 1 << 63, 10**30])
+def test_counters_that_cannot_be_are_damage(filled: Path, name: str, value: object) -> None:
+    """Also those that no row adds up to: new numbers follow from them."""
+    env = lmdb.open(str(store_dir(filled) / "index.mdb"), subdir=False, max_dbs=3, map_size=1 << 24)
+    with env.begin(write=True) as txn:
+        meta = env.open_db(b"meta", txn=txn)
+        counters = json.loads(txn.get(b"counters", db=meta))
+        assert isinstance(counters[name], int)
+        txn.put(b"counters", json.dumps({**counters, name: value}).encode(), db=meta)
+    env.close()
+    with open_store(filled) as store:
+        assert (store_dir(filled) / "index.bad").exists()
+        assert all(fetch(store, RECORDS))
+        store.put_group(chain(9, 2))
+        store.check()
+
+
 def test_is_clean_compares_the_bytes(filled: Path) -> None:
     from kvtier.stores.directory import names_in
 
@@ -629,6 +648,6 @@ def test_check_rows_scales_to_equal_halves() -> None:
         for i, key in enumerate(keys)
     ]
     table = np.frombuffer(b"".join(pack_row(row) for row in rows), ROW)
-    counters = Counters(records=5, frames=5, bytes=50)
+    counters = Counters(records=5, frames=5, bytes=50, seq=10, tick=10)
     assert check_rows(table, {}, counters) == []
     assert check_rows(table[1:], {}, counters)[0].startswith("1 records lack their parent")
