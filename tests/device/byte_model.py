@@ -46,7 +46,9 @@ SMALL_V4 = swa_c4_c128(
     head_dim=32,
     rope_dim=16,
     index_dim=16,
+    draft_layers=1,
     max_draft=3,
+    draft_state_values=6,
 )
 """For a CPU, which has to write all of these bytes."""
 

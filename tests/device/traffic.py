@@ -55,7 +55,7 @@ SIZES = {
     "mla": Sizes(26, 34, 5, "6MiB", 9),
     "gqa": Sizes(26, 34, 5, "6MiB", 9),
     "v4": Sizes(10, 80, 42, "12MiB", 4),  # a paused tail takes 39 frames
-    "v4-small": Sizes(10, 30, 12, "4MiB", 4),
+    "v4-small": Sizes(10, 34, 15, "5MiB", 4),
 }
 
 
@@ -483,7 +483,10 @@ class Requests:
         size = rng.randint(1, 3) if decoding else rng.randint(1, 3 * self.page // 2)
         new = goal[start : start + size]
         most = self.traffic.layout.max_rejected
-        rejected = self.fresh(rng.randint(0, most or 4)) if self.some(0.3) else []
+        rejected = self.fresh(rng.randint(0, most or 4)) if self.some(0.5) else []
+        if rejected and self.some(0.2):
+            new = []  # a pass that drafts, or a verification of which nothing is left
+            self.count("steps with nothing accepted")
         fails = self.some(0.02)
         for _ in range(tries):
             try:
@@ -569,14 +572,17 @@ class Requests:
                 mine, theirs = goal[a : a + self.rng.randint(1, 5)], own[b : b + self.page // 2]
                 if not mine or not theirs:
                     break
+                over = self.fresh(self.rng.randint(0, self.traffic.layout.max_rejected or 4))
                 try:
-                    with self.cache.step([(kid, theirs), (lease, mine)]) as step:
+                    with self.cache.step([(kid, theirs), (lease, [*mine, *over])]) as step:
                         self.model.write(step)
+                        step.accept(lease, len(mine))
                 except OutOfPages:
                     self.count("steps refused")
                     break
                 self.count("steps")
                 self.count("tokens", len(mine) + len(theirs))
+                self.count("tokens rejected", len(over))
             self.check(kid)
             self.check(lease)
             if self.some(0.3):

@@ -441,6 +441,65 @@ def test_speculative_truncation_to_every_length(make: Callable[[], Layout]) -> N
         model.check(lease)
 
 
+@pytest.mark.parametrize(("make", "starts"), KINDS)
+def test_speculative_pauses_with_open_groups(make: Callable[[], Layout], starts: list[int]) -> None:
+    """Right behind rejected tokens, at every edge, while another lease takes what is given back;
+    a fork in the middle of a draft goes the same way."""
+    tokens = prompt(starts[-1] + 20)
+    with served(make(), gpu=16, max_leases=4) as model, open_lease(model, tokens) as base:
+        for start in starts:
+            model.verify(base, tokens[base.num_tokens : start], rejected=0)
+            model.draft(base, DRAFTS)
+            with base.fork() as lease:
+                model.verify(lease, [], rejected=DRAFTS + 1)
+                held = tables(lease)[1]
+                lease.pause().result(timeout=20)
+                model.poison()
+                with open_lease(model, prompt(20, seed=start), read=False) as other:
+                    model.feed(other, prompt(20, seed=start))
+                assert lease.resume().result(timeout=20) == start
+                stays = set(tables(lease)[1])
+                assert stays <= set(held) and len(held) - len(stays) <= 1
+                model.check(lease)
+                model.verify(lease, tokens[start : start + 3], rejected=DRAFTS - 2)
+                model.check(lease)
+        model.check(base)
+
+
+@pytest.mark.parametrize("make", [windowed, compressed, packed])
+def test_speculative_truncation_of_tails(make: Callable[[], Layout]) -> None:
+    """To the last checkpoint, whatever was rejected behind the committed tokens; giving back what
+    was not used keeps all of them."""
+    layout = make()
+    page = layout.page_tokens
+    tokens = prompt(3 * page)
+    with served(layout) as model, open_lease(model, tokens) as lease:
+        for length in (
+            2 * page + 5,
+            2 * page + 1,
+            2 * page,
+            2 * page - 1,
+            page + 1,
+            page,
+            page - 1,
+        ):
+            model.prefill(lease, tokens[:length])
+            model.draft(lease, DRAFTS + 1)
+            assert lease.truncate(length) == length
+            assert lease.capacity == -(-length // page) * page
+            model.poison()
+            model.check(lease)
+            model.verify(lease, [], rejected=DRAFTS + 1)
+            stands = lease.truncate(length - 1)
+            assert stands == (length - 1) // page * page
+            lease.ready.result(timeout=20)
+            model.poison()
+            model.verify(lease, tokens[stands : stands + 2], rejected=DRAFTS - 1)
+            model.check(lease)
+            lease.truncate(0)
+            lease.ready.result(timeout=20)
+
+
 # --------------------------------------------------------------------------- draft layers
 
 
