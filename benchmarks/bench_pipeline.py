@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Param, Result, summarise
+from benchmarks.shapes import v3, v4_flash
 from kvtier.config import CacheConfig
 from kvtier.core.ops import Kind, Op, OpKind, Part
 from kvtier.data import DeviceTransfer
-from kvtier.layouts import Layout, gqa, mla, swa_c4_c128
+from kvtier.layouts import Layout, gqa
 from kvtier.sizing import geometry_for
 from kvtier.types import Tier
 
@@ -36,8 +37,6 @@ OPS = 4
 """Operations these bytes are cut into: a step of a prefill ends one."""
 COPIES = 4
 """Bare copies of all that back to back, for one sample."""
-V4_RATIOS = (0, 0, *(4, 128) * 20, 4)
-"""What each of the 43 layers of V4-Flash compresses; its pages have 998,208 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +51,12 @@ def run(quick: bool) -> list[Result]:
     if not torch.cuda.is_available():
         print("pipeline: needs a CUDA device")
         return []
-    v4 = swa_c4_c128(layer_ratios=V4_RATIOS)
+    v4 = v4_flash()
     assert v4.page_bytes() == 998_208
     cases = [
         Case("v4-flash", v4),
         Case("v4-flash-tails", v4, Kind.CHECKPOINT),
-        Case("v3", mla(layers=61, latent_dim=512, rope_dim=64)),
+        Case("v3", v3()),
         Case("small", gqa(layers=4, kv_heads=2, head_dim=64)),
     ]
     results: list[Result] = []

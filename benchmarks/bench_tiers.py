@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.bench_ttft import THREADS, V4_RATIOS
+from benchmarks.bench_ttft import THREADS
 from benchmarks.harness import Param, Result, summarise
 from benchmarks.prefixes import Prefix, RawFile, directory
+from benchmarks.shapes import v3, v4_flash
 from kvtier import Tier
 from kvtier.layouts import Layout, mla, swa_c4_c128
 from kvtier.stores.payload import PayloadReader, Verdict
@@ -58,10 +59,11 @@ def run(quick: bool, where: str | None = None) -> list[Result]:
 
 def _cases(on_gpu: bool) -> list[Case]:
     if not on_gpu:
-        v4, v3 = swa_c4_c128(layer_ratios=(0, 4, 128)), mla(layers=2, latent_dim=512, rope_dim=64)
-        return [Case("v4, 3 layers", v4, 16), Case("v3, 2 layers", v3, 4)]
-    v4, v3 = swa_c4_c128(layer_ratios=V4_RATIOS), mla(layers=61, latent_dim=512, rope_dim=64)
-    return [Case("v4-flash", v4, 256), Case("v3", v3, 64)]
+        return [
+            Case("v4, 3 layers", swa_c4_c128(layer_ratios=(0, 4, 128)), 16),
+            Case("v3, 2 layers", mla(layers=2, latent_dim=512, rope_dim=64), 4),
+        ]
+    return [Case("v4-flash", v4_flash(), 256), Case("v3", v3(), 64)]
 
 
 def _case(case: Case, prefix: Prefix, root: Path, *, repeats: int) -> list[Result]:

@@ -22,13 +22,12 @@ import torch
 from benchmarks.bench_step import HIDDEN, Attention
 from benchmarks.harness import Param, Result, summarise
 from benchmarks.prefixes import Prefix, RawFile, Restore, directory
+from benchmarks.shapes import V4_FLASH_RATIOS, v4_flash
 from kvtier import Tier
 from kvtier.layouts import swa_c4_c128
 
 __all__ = ["run"]
 
-V4_RATIOS = (0, 0, *(4, 128) * 20, 4)
-"""What each of the 43 layers of V4-Flash compresses."""
 LENGTHS = (8 << 10, 32 << 10, 128 << 10)
 THREADS = 4
 """Reads at once, of the cache (its default) and of the raw file."""
@@ -43,7 +42,7 @@ def run(quick: bool, where: str | None = None) -> list[Result]:
     on_gpu = torch.cuda.is_available()
     lengths = LENGTHS if on_gpu else (512, 1024)
     repeats = 5 if quick else 13
-    layout = swa_c4_c128(layer_ratios=V4_RATIOS if on_gpu else (0, 4, 128))
+    layout = v4_flash() if on_gpu else swa_c4_c128(layer_ratios=(0, 4, 128))
     results: list[Result] = []
     for tokens in lengths:
         with (
@@ -139,7 +138,7 @@ def _recompute(lengths: tuple[int, ...], repeats: int) -> list[Result]:
     at = sorted(
         {min(c, longest - CHUNK) + CHUNK // 2 for c in (0, longest // 4, longest // 2, longest)}
     )
-    kinds = {ratio: V4_RATIOS.count(ratio) for ratio in sorted(set(V4_RATIOS))}
+    kinds = {ratio: V4_FLASH_RATIOS.count(ratio) for ratio in sorted(set(V4_FLASH_RATIOS))}
     samples: dict[int, list[float]] = {tokens: [] for tokens in lengths}
     for turn in range(repeats + 1):
         known = {ratio: [_layer_ms(attention, ratio, context) for context in at] for ratio in kinds}
