@@ -24,6 +24,7 @@ __all__ = [
     "measure",
     "meta",
     "read",
+    "rounded",
     "summarise",
     "table",
     "write",
@@ -163,12 +164,13 @@ def _cpu() -> str:
 
 def write(path: Path, results: Sequence[Result], about: Mapping[str, Any] | None = None) -> None:
     """Write ``{"meta": ..., "results": [...]}``."""
-    document = {"meta": about or meta(), "results": [_rounded(r) for r in results]}
+    document = {"meta": about or meta(), "results": [rounded(r) for r in results]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _rounded(result: Result) -> dict[str, Any]:
+def rounded(result: Result) -> dict[str, Any]:
+    """A result as it is written: five digits are more than any measurement has."""
     fields = asdict(result)
     for name in ("median", "p10", "p90", "baseline", "ratio"):
         if fields[name] is not None:

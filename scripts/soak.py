@@ -217,7 +217,7 @@ class Soak:
 
 def one(name: str, value: float, unit: str, **params: str) -> dict[str, Any]:
     """A count, in the form of a benchmark's result."""
-    return harness._rounded(
+    return harness.rounded(
         harness.Result(name=name, params=params, unit=unit, median=value, p10=value, p90=value, n=1)
     )
 
