@@ -473,7 +473,7 @@ class Cache:
         """Nobody waits for what the lease has left on the disk.  On best effort all of it is
         brought to the host; else a page now and then, to see whether the disk is still so slow."""
         most = None if policy.mode == "best_effort" else 1
-        if record.dear and (most is None or self._pump.deadlines.disk_unproven()):
+        if record.recomputed and (most is None or self._pump.deadlines.disk_unproven()):
             identity, spans = record.identity, record.spans
             _, ops = core.prefetch(record.prompt, identity, spans, most=most)
             self._pump.plan(ops)

@@ -38,10 +38,10 @@ def prometheus_text(stats: CacheStats, *, info: dict[str, str], events_dropped: 
         ),
         _one("computed_tokens_total", "counter", "Prompt tokens computed.", stats.computed_tokens),
         _one(
-            "dear_tokens_total",
+            "recomputed_tokens_total",
             "counter",
             "Of these, tokens that were cached, but faster to compute than to load.",
-            stats.dear_tokens,
+            stats.recomputed_tokens,
         ),
         _one("leases", "gauge", "Open leases.", stats.leases),
         _one("leases_restoring", "gauge", "Leases waiting for their prefix.", stats.restoring),

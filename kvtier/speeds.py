@@ -46,7 +46,9 @@ class Pace:
 
     def ended(self, op_id: int, now: float) -> None:
         """The seconds since it was its turn are what its frames took, whether all have come or
-        not: what fails slowly is slow too."""
+        not: what fails slowly is slow too.  Nothing happens if it was not of this tier."""
+        if op_id not in self._running:
+            return
         frames, started = self._running.pop(op_id)
         self._samples.append((frames, max(now - max(started, self._ended), 0.0)))
         self._ended = now
@@ -118,14 +120,19 @@ class Speeds:
 
     def ended(self, op: Op, now: float) -> None:
         for pace in (self.disk, self.host):
-            if op.id in pace._running:
-                pace.ended(op.id, now)
+            pace.ended(op.id, now)
 
     def costs(self, compute_s: float, now: float) -> LoadCosts:
         """For a lease that is opened now."""
         host_wait_s, host_s = self.host.ahead(now)
         disk_wait_s, disk_s = self.disk.ahead(now)
-        return LoadCosts(compute_s, host_s, disk_s, host_wait_s, disk_wait_s)
+        return LoadCosts(
+            compute_s=compute_s,
+            host_s=host_s,
+            disk_s=disk_s,
+            host_wait_s=host_wait_s,
+            disk_wait_s=disk_wait_s,
+        )
 
     def _frames(self, op: Op, tier: Tier) -> int:
         return sum(

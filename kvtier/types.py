@@ -164,7 +164,7 @@ class CacheStats:
     lookups: int = 0
     lookup_tokens: int = 0
     computed_tokens: int = 0
-    dear_tokens: int = 0
+    recomputed_tokens: int = 0
     """Of these: known in some tier, but faster to compute than to load."""
     leases: int = 0
     restoring: int = 0

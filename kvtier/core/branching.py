@@ -7,7 +7,7 @@ stream order, so the copy is there before the next forward pass writes to either
 from collections.abc import Iterator
 
 from kvtier.core.copies import GPU
-from kvtier.core.leases import LeaseRecord, LeaseTables
+from kvtier.core.leases import LeaseRecord, LeaseTables, Tail
 from kvtier.core.operations import Operations, TailPools
 from kvtier.core.ops import Kind, Op, OpKind, Part
 from kvtier.core.residency import Residency
@@ -76,12 +76,8 @@ class Branching:
         """Restore the last checkpoint at or before ``n`` tokens; returns where that is."""
         path = rec.nodes[: n // self.geometry.page_tokens]
         self.writing.return_captures(rec)
-        rec.limit, rec.source = len(path), bytes(rec.tokens[: 4 * n])
-        self.residency.pin(path)
-        self.restore.let_go(rec)
-        rec.tokens = bytearray()
-        ops = self.restore.bring_up(rec, path)
-        self.residency.unpin(path)
+        rec.limit, rec.source, rec.tokens = len(path), bytes(rec.tokens[: 4 * n]), bytearray()
+        ops = self.restore.stand_anew(rec, path)
         return len(rec.nodes) * self.geometry.page_tokens, ops
 
     def fork(
@@ -105,33 +101,7 @@ class Branching:
             tail = self.tails.take_like(rec.tail, held)
             if tail is None:
                 raise OutOfPages(1, 0, "state slots or window pages")
-        kid = LeaseRecord(
-            id=next(self.ids),
-            row=self.tables.free.pop(),
-            identity=rec.identity,
-            spans=rec.spans,
-            extras=rec.extras,
-            root=rec.root,
-            prompt=rec.prompt,
-            read=rec.read,
-            write=rec.write,
-            limit=rec.limit,
-            priority=rec.priority,
-            expires=rec.expires,
-            label=label or rec.label,
-            opened_at=opened_at,
-            known_pages=rec.known_pages,
-            length=rec.length,
-            tokens=bytearray(rec.tokens),
-            nodes=list(rec.nodes),
-            frames=rec.frames[:full],
-            owned=rec.owned[:full],
-            tail=tail,
-            state=LeaseState.ACTIVE,
-            cached_tokens=rec.length,
-            counted=True,
-            restored={Tier.GPU: rec.length},
-        )
+        kid = self._kid(rec, full, tail, label or rec.label, opened_at)
         self.residency.pin(kid.nodes)
         for frame, own in zip(kid.frames, kid.owned, strict=True):
             if own:
@@ -151,6 +121,38 @@ class Branching:
         self.tables.put(kid.row, 0, kid.frames)
         self.restore.settled.append(kid)
         return kid, ops
+
+    def _kid(
+        self, rec: LeaseRecord, full: int, tail: Tail | None, label: str, opened_at: str
+    ) -> LeaseRecord:
+        """A record like ``rec``, on its first ``full`` pages and all of its tokens."""
+        return LeaseRecord(
+            id=next(self.ids),
+            row=self.tables.free.pop(),
+            identity=rec.identity,
+            spans=rec.spans,
+            extras=rec.extras,
+            root=rec.root,
+            prompt=rec.prompt,
+            read=rec.read,
+            write=rec.write,
+            limit=rec.limit,
+            priority=rec.priority,
+            expires=rec.expires,
+            label=label,
+            opened_at=opened_at,
+            known_pages=rec.known_pages,
+            length=rec.length,
+            tokens=bytearray(rec.tokens),
+            nodes=list(rec.nodes),
+            frames=rec.frames[:full],
+            owned=rec.owned[:full],
+            tail=tail,
+            state=LeaseState.ACTIVE,
+            cached_tokens=rec.length,
+            counted=True,
+            restored={Tier.GPU: rec.length},
+        )
 
     def _copy_tail(self, rec: LeaseRecord, kid: LeaseRecord) -> Op:
         assert rec.tail is not None and kid.tail is not None

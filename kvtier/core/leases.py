@@ -117,7 +117,7 @@ class LeaseRecord:
     """What loading and computing take, until it is ACTIVE; None: all is worth loading."""
     stages: list[int] = field(default_factory=list)
     """Where it can stop on its way up, in pages."""
-    dear: int = 0
+    recomputed: int = 0
     """Pages that could be loaded and are computed, since that is faster."""
     cached_tokens: int = 0
     counted: bool = False

@@ -349,7 +349,7 @@ class Residency:
             for n in (node, *self.tree.iterate(node)):
                 self.digest(n)  # its key cannot be computed once it has left the tree
         for n in self.tree.remove_subtree(node):
-            for slot in (5, 4, 3, DISK, CPU, GPU):
+            for slot in reversed(range(len(n.copies))):  # checkpoints first, and what is slower
                 copy = n.copies[slot]
                 if copy is None:
                     continue

@@ -45,7 +45,7 @@ class Restore:
         self.geometry: Geometry = residency.geometry
         self.hit_tokens = [0, 0, 0]
         self.computed_tokens = 0
-        self.dear_tokens = 0
+        self.recomputed_tokens = 0
         self.lookup_tokens = 0
 
     # ------------------------------------------------------------------ what is there
@@ -156,7 +156,7 @@ class Restore:
             even=not self.geometry.has_tails,
         )
         worth = rec.stages[-1] if rec.stages else 0
-        rec.dear += limit - worth
+        rec.recomputed += limit - worth
         return worth
 
     def _windows_at(self, pages: int) -> range:
@@ -342,11 +342,7 @@ class Restore:
             good = next((i for i, c in enumerate(copies) if c is None or not c.ready), len(copies))
             rec.limit = min(rec.limit, good if good < len(copies) else good - 1)
             rec.give_up = False
-        self.residency.pin(path)  # so that letting go does not tidy away what is still good
-        self.let_go(rec)
-        ops = self.bring_up(rec, path)
-        self.residency.unpin(path)
-        return ops
+        return self.stand_anew(rec, path)
 
     def settle_early(self, rec: LeaseRecord) -> list[Op]:
         """Stop waiting for the disk: stand on what is nearer and compute the rest.  What is on its
@@ -361,8 +357,13 @@ class Restore:
             return []
         rec.costs = rec.costs.without_disk()
         rec.limit = min(rec.limit, pages)
-        rec.dear += len(path) - pages
-        self.residency.pin(path)
+        rec.recomputed += len(path) - pages
+        return self.stand_anew(rec, path)
+
+    def stand_anew(self, rec: LeaseRecord, path: Sequence[Node]) -> list[Op]:
+        """Have a lease that holds ``path``, or more, let go of all and stand on what of it there
+        is and ``rec.limit`` allows."""
+        self.residency.pin(path)  # so that letting go does not tidy away what is still good
         self.let_go(rec)
         ops = self.bring_up(rec, path)
         self.residency.unpin(path)
@@ -399,7 +400,7 @@ class Restore:
         for tier, tokens in rec.restored.items():
             self.hit_tokens[tier] += tokens
         self.computed_tokens += len(rec.prompt) - rec.length
-        self.dear_tokens += rec.dear * page
+        self.recomputed_tokens += rec.recomputed * page
         self.lookup_tokens += len(rec.prompt)
 
     def let_go(self, rec: LeaseRecord) -> None:

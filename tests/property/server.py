@@ -187,9 +187,9 @@ class FakeServer:
         assert got == found.tokens or not roomy or not whole, "open found less than match"
         assert limit is None or got <= max(0, limit)
         assert got == 0 or options.get("read", True)
-        assert rec.dear == 0 or options.get("costs") is not None
-        assert got + rec.dear * page <= found.tokens
-        REACHED["dearer to load than to compute"] += rec.dear > 0
+        assert rec.recomputed == 0 or options.get("costs") is not None
+        assert got + rec.recomputed * page <= found.tokens
+        REACHED["dearer to load than to compute"] += rec.recomputed > 0
         REACHED["restore in stages"] += len({o.id for o in ops if o.kind is OpKind.RESTORE}) > 1
         self.epochs[rec.id] = self.epoch
         self.prolong(rec, tokens)

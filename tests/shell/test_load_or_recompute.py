@@ -215,9 +215,9 @@ def test_a_steady_disk_of_any_speed(name: str, times: float) -> None:
         stats = w.cache.stats()
         hits = sum(tier.hit_tokens for tier in stats.tiers.values())
         assert hits + stats.computed_tokens == stats.lookup_tokens
-        assert stats.dear_tokens <= stats.computed_tokens
-        assert stats.dear_tokens > 0 or times > 1
-        assert stats.dear_tokens == 0 or times < 2 or name == "tailed"
+        assert stats.recomputed_tokens <= stats.computed_tokens
+        assert stats.recomputed_tokens > 0 or times > 1
+        assert stats.recomputed_tokens == 0 or times < 2 or name == "tailed"
 
 
 @settings(deadline=None)
@@ -292,7 +292,7 @@ def test_a_read_that_hangs_holds_no_state_slot() -> None:
             with w.cache.lease(tokens, restore=WEIGHED) as lease:
                 assert w.ready(lease) == 0
                 assert w.now - start <= 0.05 * seconds(tokens)
-        assert w.cache.stats().dear_tokens > 2 * 0.85 * PAGES * PAGE
+        assert w.cache.stats().recomputed_tokens > 2 * 0.85 * PAGES * PAGE
         for other in others:
             other.release()
 
@@ -308,7 +308,7 @@ def test_without_a_rate_all_is_loaded_however_long_it_takes() -> None:
         cached, took = w.request(tokens, RestorePolicy())
         assert cached == PAGES * PAGE
         assert took == pytest.approx(PAGES, abs=0.1)
-        assert w.cache.stats().dear_tokens == 0
+        assert w.cache.stats().recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -319,7 +319,7 @@ def test_best_effort_waits_for_no_disk_and_fetches_for_the_next(name: str) -> No
         w.to_disk_only()
         with w.cache.lease(tokens, restore=policy) as lease:
             assert w.ready(lease) == 0
-        assert w.cache.stats().dear_tokens > 0.8 * len(tokens)
+        assert w.cache.stats().recomputed_tokens > 0.8 * len(tokens)
         reads = [op for op in w.transfer.pending if op.kind is OpKind.RESTORE]
         assert all(part.target is Tier.CPU for op in reads for part in op.parts)
         w.idle()

@@ -52,7 +52,7 @@ def test_every_number_is_there_once() -> None:
         "kvtier_lookups_total": 1,
         "kvtier_lookup_tokens_total": 2,
         "kvtier_computed_tokens_total": 3,
-        "kvtier_dear_tokens_total": 10,
+        "kvtier_recomputed_tokens_total": 10,
         "kvtier_leases": 4,
         "kvtier_leases_restoring": 5,
         "kvtier_dropped_stores_total": 8,
