@@ -100,7 +100,7 @@ def make_transfer(
     layout: Layout, geometry: Geometry, device: str, store: Store | None, config: CacheConfig
 ) -> "DeviceTransfer":
     """The default data plane."""
-    # The one late import: `import kvtier` leaves torch out.
+    # Late, as the store's import is: `import kvtier` leaves torch out.
     import torch
 
     from kvtier.data.transfer import DeviceTransfer

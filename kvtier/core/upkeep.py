@@ -29,8 +29,7 @@ class Upkeep:
             return self._evict_disk(pages)
         if tier is Tier.REMOTE:
             raise ConfigError("the remote tier evicts for itself")
-        freed = self.residency.evictor.evict(int(tier), pages)
-        return freed
+        return self.residency.evictor.evict(int(tier), pages)
 
     def _evict_disk(self, pages: int) -> int:
         disk = self.residency.disk
