@@ -123,7 +123,7 @@ class TailStepLike(StepLike, Protocol):
 
 
 def row_lens(step: StepLike, device: DeviceStepLike, bound: int | None) -> RowLens:
-    """Lengths of ``device``'s rows; a padding row has one query and KV length 0.
+    """Lengths of ``device``'s rows; padding rows have as many queries each and KV length 0.
 
     With ``bound``, of any step of that many rows and tokens in which each row has as many queries
     as any other: the KV length that none exceeds.
@@ -132,8 +132,9 @@ def row_lens(step: StepLike, device: DeviceStepLike, bound: int | None) -> RowLe
     if bound is not None:
         return (device.input_ids.shape[0] // rows,) * rows, (bound,) * rows
     padding = rows - int(step.kv_lens.shape[0])
+    queries = (device.input_ids.shape[0] - len(step.input_ids)) // max(1, padding)
     return (
-        (*step.query_lens.tolist(), *[1] * padding),
+        (*step.query_lens.tolist(), *[queries] * padding),
         (*step.kv_lens.tolist(), *[0] * padding),
     )
 
