@@ -211,7 +211,8 @@ class Layout:
         """Tokens of one step that may be rejected and leave the tail as it was; None: any number.
 
         A ring that holds what is read and ``max_draft`` tokens more overwrites nothing that is
-        needed until it has turned one token further than that.
+        needed until it has turned one token further than that.  A state that is no ring (one that
+        checkpoints hold whole) is put right by whoever wrote it.
         """
         if any(c.checkpoint_slots is not None for c in self.states):
             return self.max_draft + 1
