@@ -17,10 +17,10 @@ import numpy as np
 from kvtier.config import as_int
 from kvtier.core.leases import LeaseRecord, PinRecord
 from kvtier.core.machine import CacheCore
+from kvtier.device_step import PagedTransfer
 from kvtier.errors import CacheClosed, ConfigError, LeaseError, LeaseNotReady, LeaseReleased
 from kvtier.layouts.base import Layout
 from kvtier.pump import Pump, running_future
-from kvtier.step import PagedTransfer
 from kvtier.tokens import IntArray, Tokens, pack
 from kvtier.types import LeaseState, Tier
 
@@ -230,8 +230,9 @@ class Lease:
     def commit(self, tokens: Tokens) -> None:
         """The KV of these tokens is written: the writes are queued on the current stream.
 
-        Full pages become shareable and start on their way down.  Raises LeaseError, with nothing
-        committed, if they are more than was reserved.
+        Full pages become shareable and start on their way down.  What was written behind them
+        leaves nothing, as with ``Step.accept``: at most ``Layout.max_rejected`` tokens.  Raises
+        LeaseError, with nothing committed, if they are more than was reserved.
         """
         packed = pack(tokens)
         self._pump.transfer.fence(None)

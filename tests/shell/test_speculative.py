@@ -500,6 +500,40 @@ def test_speculative_truncation_of_tails(make: Callable[[], Layout]) -> None:
             lease.ready.result(timeout=20)
 
 
+def test_speculative_writing_by_hand() -> None:
+    """Without ``Cache.step``: more is reserved and written than is committed; between the two a
+    fork, a pause, a match and a second reserve know of nothing."""
+    layout, tokens = dense(), prompt(60)
+    with served(layout, max_leases=4) as model, open_lease(model, tokens) as lease:
+        for i, kept in enumerate((3, 8, 0, 4, 1, 7, 5, 0, 6, 2, 8)):
+            at = lease.num_tokens
+            for _ in range(1 + i % 2):
+                lease.reserve(8)
+            fed = [*tokens[at : at + kept], *[5_000_000 + i] * (8 - kept)]
+            digests = model.digests([*tokens[:at], *fed])[at:]
+            slots = lease.slot_mapping(at, at + 8)
+            for c in layout.components:
+                ours = np.flatnonzero(slots[c.name] >= 0)
+                for layer in c.layers:
+                    rows = model.rows(c, layer, digests[ours])
+                    model.put(model.pool.rows(c.name, layer), c, slots[c.name][ours], rows)
+            pages = layout.page_tokens
+            assert found(model, [*tokens[:at], *fed]) == at // pages * pages
+            if i % 3 == 0:
+                with lease.fork() as kid:
+                    model.check(kid)
+                    assert kid.num_tokens == at and kid.capacity == -(-at // pages) * pages
+            if i % 4 == 2:  # what was written and not committed is not parked
+                lease.pause().result(timeout=20)
+                model.poison()
+                assert lease.resume().result(timeout=20) == at
+                model.check(lease)
+                continue
+            lease.commit(fed[:kept])
+            model.poison_all_rejected()
+            model.check(lease)
+
+
 # --------------------------------------------------------------------------- draft layers
 
 
