@@ -16,6 +16,7 @@ from kvtier.config import (
     Sparse,
 )
 from kvtier.core.ops import Op, OpKind, Part
+from kvtier.device_step import DeviceStep, LayerView, StepBuffers
 from kvtier.errors import (
     CacheClosed,
     ConfigError,
@@ -32,7 +33,7 @@ from kvtier.errors import (
 )
 from kvtier.lease import Lease, Pin
 from kvtier.seams import Record, Store, Transfer
-from kvtier.step import DeviceStep, LayerView, Step, StepBuffers
+from kvtier.step import Step
 from kvtier.tokens import TokenBuffer, Tokens, pack
 from kvtier.types import (
     CacheStats,

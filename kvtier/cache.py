@@ -32,6 +32,7 @@ from kvtier.core.keys import ANONYMOUS, chain_base
 from kvtier.core.leases import LeaseRecord
 from kvtier.core.load_costs import ALWAYS, LoadCosts
 from kvtier.core.machine import CacheCore
+from kvtier.device_step import PagedTransfer, StepBuffers
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.flushing import Flushing, settle
 from kvtier.layouts.base import Layout
@@ -40,7 +41,7 @@ from kvtier.metrics import prometheus_text
 from kvtier.pump import Pump, running_future
 from kvtier.seams import Store, Transfer
 from kvtier.sizing import geometry_for, record_sizes
-from kvtier.step import PagedTransfer, Step, StepBuffers
+from kvtier.step import Step
 from kvtier.stepping import Stepping
 from kvtier.tokens import TokenBuffer, Tokens, pack
 from kvtier.types import (

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, TypeGuard, final
 import numpy as np
 
 from kvtier.core.leases import LeaseRecord
+from kvtier.device_step import DeviceRows
 from kvtier.errors import LeaseError, TokenError
 from kvtier.layouts.base import Layout
 from kvtier.lease import Lease
 from kvtier.pump import Pump
-from kvtier.step import DeviceRows, Step, build_step
+from kvtier.step import Step, build_step
 from kvtier.tokens import Tokens, pack
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ LAYERS = [
     {"tokens", "config"},
     {"layouts"},
     {"core"},
-    {"arguments", "seams", "sizing", "speeds", "trace"},
+    {"arguments", "device_step", "seams", "sizing", "speeds", "trace"},
     {"kernels", "stores"},
     {"data", "deadlines"},
     {"pump", "step", "metrics"},

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from kvtier import KVTierError, LayoutMismatch, TokenError
+from kvtier import KVTierError, LayoutMismatch, Step, TokenError
 from kvtier.kernels import table
 from kvtier.layouts import Layout
 from kvtier_deepseek.decode import DecodeGraph
@@ -380,4 +380,4 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _made_by_kvtier(step: object) -> bool:
-    return type(step).__module__ == "kvtier.step"
+    return isinstance(step, Step)
