@@ -28,7 +28,7 @@ FOREVER = 1e18
 class Patience:
     """How long one lease may wait for the disk."""
 
-    __slots__ = ("compute_s", "limit", "opened", "progress", "record")
+    __slots__ = ("compute_s", "limit", "opened", "over", "progress", "record", "seen")
 
     def __init__(
         self, record: LeaseRecord, *, opened: float, compute_s: float, timeout_s: float | None
@@ -39,6 +39,10 @@ class Patience:
         self.limit = inf if timeout_s is None else opened + min(timeout_s, FOREVER)
         self.progress = opened
         """When an operation that it waits for ended last."""
+        self.over = -inf
+        """When it ends, as far as was known"""
+        self.seen = -1
+        """when so many operations of the disk had ended."""
 
     def ends(self, at_hand: int, awaited: int, rest_s: float) -> float:
         """When, if nothing arrives meanwhile.  It could stand on ``at_hand`` tokens now, and on
@@ -76,7 +80,7 @@ class Deadlines:
         self._speeds.ended(op, now)
         for patience in self._bounds.values():
             if op.id in patience.record.waits:
-                patience.progress = now
+                patience.progress, patience.seen = now, -1
 
     def costs(self, compute_s: float) -> LoadCosts:
         """Of loading, by what has been measured and is under way; a token takes ``compute_s``."""
@@ -103,7 +107,9 @@ class Deadlines:
         """Leases that have waited long enough, and when there may be others."""
         now, late, first = self.clock(), [], inf
         for patience in self._bounds.values():
-            ends = self._ends(patience)
+            ends = patience.over
+            if ends <= now or patience.seen != self._speeds.disk.served:
+                ends = self._ends(patience)  # takes a look at every page
             if ends <= now:
                 late.append(patience.record)
                 ends = now + RETRY_S
@@ -114,9 +120,11 @@ class Deadlines:
         record = patience.record
         awaited = len(record.nodes) * self._core.geometry.page_tokens
         at_hand = self._core.at_hand(record) if record.waits else awaited
-        if at_hand == awaited:  # the host will bring the rest
-            return inf
-        return patience.ends(at_hand, awaited, self._speeds.disk.rest_s(record.waits))
+        ends = inf  # the host will bring the rest
+        if at_hand < awaited:
+            ends = patience.ends(at_hand, awaited, self._speeds.disk.rest_s(record.waits))
+        patience.over, patience.seen = ends, self._speeds.disk.served
+        return ends
 
 
 class Alarm:

@@ -29,7 +29,7 @@ UNMEASURED = {Tier.CPU: 10e9, Tier.DISK: 1e9}
 class Pace:
     """What the operations of one tier take: they queue for it, first in, first out."""
 
-    __slots__ = ("_ended", "_running", "_samples", "_started", "_unmeasured")
+    __slots__ = ("_ended", "_running", "_samples", "_started", "_unmeasured", "served")
 
     def __init__(self, frame_s: float) -> None:
         """``frame_s``: seconds a frame, until something has been measured."""
@@ -39,6 +39,8 @@ class Pace:
         """By operation: frames, and when it was started."""
         self._started = self._ended = -inf
         """When the last one was."""
+        self.served = 0
+        """Operations that have ended."""
 
     def started(self, op_id: int, frames: int, now: float) -> None:
         self._running[op_id] = frames, now
@@ -52,6 +54,7 @@ class Pace:
         frames, started = self._running.pop(op_id)
         self._samples.append((frames, max(now - max(started, self._ended), 0.0)))
         self._ended = now
+        self.served += 1
 
     def estimate(self) -> tuple[float, float]:
         """Seconds an operation takes besides its frames, and seconds a frame."""

@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 import kvtier
 from kvtier import RestorePolicy, Tier
 from kvtier.assembly import geometry_of
+from kvtier.core.leases import LeaseRecord
+from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Kind, Op, OpKind
 from kvtier.data.transfer import DeviceTransfer
 from kvtier.deadlines import Alarm
@@ -370,6 +372,32 @@ def test_what_the_host_brings_is_waited_for() -> None:
             w.cache._pump.settle_late()
             assert w.ready(lease) == PAGES * PAGE
             assert lease.restored[Tier.CPU] == PAGES * PAGE
+
+
+def test_who_still_has_time_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alarm concerns one lease: the pages of all others are not gone through once more, with
+    the lock held."""
+    tokens, looks = prompt_of(PAGES), []
+    look = CacheCore.at_hand
+
+    def noted(core: CacheCore, record: LeaseRecord) -> int:
+        looks.append(record.id)
+        return look(core, record)
+
+    with world(speed=lambda now: 0.0) as w:
+        w.request(tokens, WEIGHED)
+        w.to_disk_only()
+        monkeypatch.setattr(CacheCore, "at_hand", noted)
+        leases = [
+            w.cache.lease(tokens, restore=RestorePolicy("timeout", timeout_s=1 + n))
+            for n in range(4)
+        ]
+        ids = [info.id for info in w.cache.leases()]
+        for lease in leases:
+            assert w.ready(lease) == 0
+        assert looks == ids + ids
+        for lease in leases:
+            lease.release()
 
 
 def test_a_lease_released_early_has_no_deadline() -> None:
