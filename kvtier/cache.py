@@ -468,7 +468,9 @@ class Cache:
         if rate is None and policy.mode == "wait_complete":
             return None
         costs = self._pump.deadlines.costs(ALWAYS if rate is None else 1 / rate)
-        return costs.without_disk() if policy.mode == "best_effort" else costs
+        # A disk that is late already brings nothing in time, and would take pages for it meanwhile.
+        late = policy.timeout_s is not None and costs.disk_wait_s > policy.timeout_s
+        return costs.without_disk() if late or policy.mode == "best_effort" else costs
 
     def _load_behind(self, core: CacheCore, record: LeaseRecord, policy: RestorePolicy) -> None:
         """Nobody waits for what the lease has left on the disk.  On best effort all of it is

@@ -201,7 +201,7 @@ class RestorePolicy:
     """"wait_complete" waits for all that is worth loading.  "best_effort" waits for nothing from
     the disk: it stands on what the device and the host have, and what only the disk has is brought
     to the host for the next request.  "timeout" waits ``timeout_s`` at most and settles for what
-    has arrived."""
+    has arrived; of a disk whose queue alone takes longer it asks nothing."""
     timeout_s: float | None = None
     prefill_tokens_per_s: float | None = None
     """How fast the server computes a prompt."""

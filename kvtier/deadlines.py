@@ -4,6 +4,7 @@ Owns the clock and what is measured by it.  Reads the core, under its caller's l
 nothing there: what settling for less means is the core's business.
 """
 
+import logging
 import threading
 import time
 import weakref
@@ -18,6 +19,8 @@ from kvtier.speeds import Speeds
 from kvtier.types import LeaseState
 
 __all__ = ["Alarm", "Deadlines", "Patience"]
+
+logger = logging.getLogger("kvtier")
 
 RETRY_S = 0.01
 """A lease whose time is over, but for which there is no room yet, is asked again so soon."""
@@ -147,12 +150,17 @@ class Alarm:
         with self._changed:
             if when >= self._next or self._stopping:
                 return
-            self._next = when
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvtier-alarm", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvtier-alarm", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # there are too many; the next lease tries again
+                    logger.warning("leases wait for the disk without a limit: %s", error)
+                    return
+                self._thread = thread
                 if (owner := self._owner()) is not None:
                     weakref.finalize(owner, self.stop).atexit = False
+            self._next = when
             self._changed.notify()
 
     def stop(self) -> None:
@@ -166,7 +174,11 @@ class Alarm:
             ring = self._ring()
             if ring is None:
                 return
-            when = ring()
+            try:
+                when = ring()
+            except BaseException:  # a future's callback may raise anything
+                logger.exception("an alarm failed")
+                when = time.monotonic() + RETRY_S
             del ring
             if when < inf:
                 self.set(when)

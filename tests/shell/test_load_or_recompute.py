@@ -362,6 +362,33 @@ def test_a_time_limit_settles_for_what_has_arrived(rate: float | None) -> None:
             assert w.ready(lease) == PAGES * PAGE
 
 
+def test_a_disk_that_hangs_does_not_take_page_after_page() -> None:
+    """However many different prompts give up waiting for it."""
+    prompts = [prompt_of(12, seed) for seed in range(40)]
+    with world(speed=lambda now: 100 * PAGES_PER_S) as w:
+        for tokens in prompts:
+            w.request(tokens, RestorePolicy())
+        w.to_disk_only()
+        w.speed = lambda now: 0.0
+        for tokens in prompts:
+            policy = RestorePolicy("timeout", timeout_s=0.02)
+            with w.cache.lease(tokens, restore=policy) as lease:
+                assert w.ready(lease) == 0
+            w.now += 0.1
+        assert 0 < w.cache.stats().tiers[Tier.GPU].in_flight <= 24
+        w.speed = lambda now: 100 * PAGES_PER_S
+        for op in list(w.transfer.pending):
+            w.disk_done.pop(op.id, None)
+        w.disk_free = w.now
+        w.idle()
+        for _ in range(3):  # those that hung are forgotten soon
+            w.now += 2
+            w.request(prompts[-1], RestorePolicy("timeout", timeout_s=0.2))
+            w.idle()
+            w.to_disk_only()
+        assert w.request(prompts[-2], RestorePolicy("timeout", timeout_s=0.2))[0] == 12 * PAGE
+
+
 def test_what_the_host_brings_is_waited_for() -> None:
     tokens = prompt_of(PAGES)
     with world(speed=lambda now: 0.0) as w:
@@ -512,6 +539,47 @@ def test_a_real_disk(read_s: float | None, loaded: bool, tmp_path: Path) -> None
 def _lives_on(thread: threading.Thread) -> bool:
     thread.join(5)
     return thread.is_alive()
+
+
+def test_an_alarm_survives_what_a_callback_raises() -> None:
+    class Owner:
+        rung = 0
+
+        def ring(self) -> float:
+            self.rung += 1
+            if self.rung < 3:
+                raise SystemExit
+            return inf
+
+    owner = Owner()
+    alarm = Alarm(owner.ring)
+    alarm.set(time.monotonic())
+    deadline = time.monotonic() + 10
+    while owner.rung < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert owner.rung == 3
+    alarm.stop()
+
+
+def test_without_a_thread_for_its_alarm_a_lease_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = prompt_of(PAGES)
+    with world(speed=lambda now: 100 * PAGES_PER_S) as w:
+        w.request(tokens, WEIGHED)
+        w.to_disk_only()
+        w.cache._pump.deadlines.alarm = alarm = Alarm(w.cache._pump.settle_late)
+
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            lease = w.cache.lease(tokens, restore=WEIGHED)
+        assert w.ready(lease) > 0
+        lease.release()
+        assert alarm._thread is None
+        alarm.set(time.monotonic() + 60)
+        assert alarm._thread is not None
+        alarm.stop()
 
 
 def test_the_alarm_thread_goes_with_its_owner() -> None:
