@@ -474,9 +474,11 @@ class Cache:
 
     def _load_behind(self, core: CacheCore, record: LeaseRecord, policy: RestorePolicy) -> None:
         """Nobody waits for what the lease has left on the disk.  On best effort all of it is
-        brought to the host; else a page now and then, to see whether the disk is still so slow."""
-        most = None if policy.mode == "best_effort" else 1
-        if record.recomputed and (most is None or self._pump.deadlines.disk_unproven()):
+        brought to the host, if the disk has time for it; else a page now and then, to see whether
+        the disk is still so slow."""
+        deadlines = self._pump.deadlines
+        most = None if policy.mode == "best_effort" and not deadlines.disk_swamped() else 1
+        if record.recomputed and (most is None or deadlines.disk_unproven()):
             identity, spans = record.identity, record.spans
             _, ops = core.prefetch(record.prompt, identity, spans, most=most)
             self._pump.plan(ops)

@@ -15,7 +15,7 @@ from kvtier.core.leases import LeaseRecord
 from kvtier.core.load_costs import SLACK, LoadCosts
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Op
-from kvtier.speeds import Speeds
+from kvtier.speeds import PROBE_S, Speeds
 from kvtier.types import LeaseState
 
 __all__ = ["Alarm", "Deadlines", "Patience"]
@@ -92,6 +92,10 @@ class Deadlines:
     def disk_unproven(self) -> bool:
         """Whether nobody has tried lately how fast the disk is."""
         return self._speeds.disk.unproven(self.clock())
+
+    def disk_swamped(self) -> bool:
+        """Whether the disk has so much to do, or hangs, that more would only hold frames."""
+        return self._speeds.disk.ahead(self.clock())[0] > PROBE_S
 
     def bound(self, record: LeaseRecord, compute_s: float, timeout_s: float | None) -> None:
         """A lease opened just now with costs settles for less when waiting for the disk no longer

@@ -12,7 +12,7 @@ from kvtier.core.load_costs import LoadCosts
 from kvtier.core.ops import Kind, Op
 from kvtier.types import Tier
 
-__all__ = ["Pace", "Speeds"]
+__all__ = ["PROBE_S", "Pace", "Speeds"]
 
 SAMPLES = 8
 """Operations that an estimate rests on, the latest: what they say of another time is soon gone."""
