@@ -49,8 +49,8 @@ class StepReport:
     layers: int
     """Layers that wrote their rows and read their pages."""
     forms: Mapping[str, int] = field(default_factory=dict)
-    """"absorbed" | "materialised" -> sequences that took it in the first layer, padding included.
-    Another layer differs only where its up-projection cannot be absorbed."""
+    """"absorbed" | "materialised" -> sequences that took it in the first layer without a window,
+    padding included.  Another layer differs only where its up-projection cannot be absorbed."""
     backends: Mapping[str, str] = field(default_factory=dict)
     """Operation -> backend that ran it."""
 
