@@ -70,10 +70,10 @@ BUGS = [
         "                self._free_windows(rec)",
     ),
     Bug(
-        "speculation: a page that drafts filled is published",
-        "writing",
-        "        last = rec.length // page\n",
-        "        last = min(-(-rec.length // page), rec.capacity // page)\n",
+        "speculation: a pause loses the window page that is being filled",
+        "parking",
+        "min(tail.windows, default=0)), reach.stop)",
+        "min(tail.windows, default=0)), rec.length // (g.window_page or 1 << 30))",
     ),
     Bug(
         "speculation: a fork takes windows of rejected tokens",
