@@ -36,10 +36,14 @@ def prompt_of(layout: str, seed: int = 3) -> list[int]:
 _TEXTS: dict[tuple[str, int], tuple[int, ...]] = {}
 
 
+def pages(layout: str, new: int) -> int:
+    return 12 if layout == "v4" else 10 + new // kit.PAGE
+
+
 def text_of(layout: str, new: int) -> tuple[int, ...]:
     """What greedy decoding without any draft gives, in a cache without draft layers."""
     if (layout, new) not in _TEXTS:
-        with session(layout, "ngram") as (cache, adapter):
+        with session(layout, "ngram", gpu=pages(layout, new)) as (cache, adapter):
             _TEXTS[layout, new] = generate(adapter, cache, prompt_of(layout), new).tokens
     return _TEXTS[layout, new]
 
@@ -52,7 +56,8 @@ def poison(cache: Any) -> None:
 def run(layout: str, draft: str, pattern: str, new: int) -> Forced:
     """Decode with forced acceptance; everything that is not committed is NaN after each step."""
     prompt, text = prompt_of(layout), text_of(layout, new)
-    with session(layout, draft) as (cache, adapter), cache.lease(prompt) as lease:
+    gpu = pages(layout, new)
+    with session(layout, draft, gpu=gpu) as (cache, adapter), cache.lease(prompt) as lease:
         lease.ready.result()
         forced = Forced(proposer_of(adapter), [*prompt, *text, 0], PATTERNS[pattern])
         request = Request(lease, list(prompt), len(prompt) + new)
