@@ -426,7 +426,7 @@ class CacheMachine(RuleBasedStateMachine):
         pick = self.held.index(batch[0])
         REACHED[f"{after} after rejection"] += 1
         if after == "truncate":
-            self.truncate(pick, batch[0].lease.num_tokens - then % 2)
+            self.truncate(pick, max(0, batch[0].lease.num_tokens - then % 2))
         elif after == "evict":
             self.evict(Tier.GPU, 99)
         else:
