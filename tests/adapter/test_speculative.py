@@ -292,6 +292,9 @@ def test_speculative_fork_pause_and_truncate() -> None:
             stranger.ready.result()
             feed(stranger, prompt[:3])
             assert draft.rows_from(stranger) == len(prompt) + 1
+            rows = draft_bytes(cache, stranger)["latent 2"]
+            assert not rows[len(prompt)].any()  # a gap is blank
+            assert rows[len(prompt) + 1].any()
         lease.pause().result()
         assert lease.resume().result() == len(prompt)
         feed(lease, prompt[:2])
@@ -305,6 +308,10 @@ def test_speculative_fork_pause_and_truncate() -> None:
         lease.truncate(11)
         feed(lease, prompt[:1])
         assert draft.rows_from(lease) == 12
+        with cache.step([(lease, [5])]):  # a token that the draft does not hear of
+            pass
+        feed(lease, prompt[:1])
+        assert draft.rows_from(lease) == 14
 
 
 # ------------------------------------------------------------------ the loop
