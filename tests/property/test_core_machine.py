@@ -498,7 +498,9 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
 
     def after_rejection(self, data: Any, rec: LeaseRecord) -> None:
         """What else a scheduler may do at that moment."""
-        what = data.draw(st.sampled_from(["fork", "pause", "truncate", "give back", "evict", "go"]))
+        what = data.draw(
+            st.sampled_from(["fork", "pause", "truncate", "give back", "evict", "overrun", "go"])
+        )
         REACHED[f"{what} after rejection"] += 1
         if what == "fork":
             kid = self.fork(rec)
@@ -518,6 +520,8 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         elif what == "evict":
             for tier in ALL_TIERS:
                 self.run(self.core.evict(tier, 99)[1])
+        elif what == "overrun":  # a pass that fails after more than a ring has room for
+            self.step([rec], [[1] * (self.most_rejected + 1)], fail=True)
         else:
             self.run(self.core.release(rec))
 
@@ -833,7 +837,8 @@ EVERYWHERE = (
     "all drafts accepted", "no draft accepted", "rejected across a page end",
     "rejected from a page end on", "rejected across a window page", "captured what was rejected",
     "fork after rejection", "pause after rejection", "truncate after rejection",
-    "give back after rejection", "evict after rejection", "go after rejection",
+    "give back after rejection", "evict after rejection", "overrun after rejection",
+    "go after rejection",
 )  # fmt: skip
 SELDOM = {"resume refused": 20, "partial drop": 20, "died before a deletion": 20}
 LEAST = dict.fromkeys(EVERYWHERE, 100) | SELDOM
