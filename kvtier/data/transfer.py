@@ -41,6 +41,7 @@ from kvtier.data.records import Loader, Packer, Reader, copy_part, record_of
 from kvtier.data.staging import Slots, Staging
 from kvtier.data.streams import Lane, streams_for
 from kvtier.errors import CacheClosed, StoreError
+from kvtier.kernels.pack import warmup
 from kvtier.layouts.base import Layout
 from kvtier.seams import Record, Store
 from kvtier.types import Tier
@@ -96,6 +97,7 @@ class DeviceTransfer:
         # Worker threads will write into these tensors, so none may be an inference tensor.
         with torch.inference_mode(False), _current(where):
             self._take_memory(layout, geometry, where, config)
+            warmup(where)
         if where.type == "cuda":
             torch.cuda.synchronize(where)  # the pools were zeroed on the current stream
         self._causes: set[tuple[OpKind, str]] = set()

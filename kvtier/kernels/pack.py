@@ -27,6 +27,7 @@ __all__ = [
     "pack_tails",
     "unpack_pages",
     "unpack_tails",
+    "warmup",
 ]
 
 Ints = Sequence[int] | npt.NDArray[np.int64]
@@ -206,6 +207,17 @@ def copy_spans(source: Sequence[torch.Tensor | int], target: Sequence[torch.Tens
             dst.copy_(src, non_blocking=True)
         else:
             dst.zero_()
+
+
+def warmup(device: torch.device) -> None:
+    """Compile for ``device`` whatever the functions of this module launch there."""
+    if _one_launch(device):
+        storage = torch.zeros(1, 16, dtype=torch.uint8, device=device)
+        scratch, records = Sections((storage,), (0,)), torch.zeros_like(storage)
+        pack_pages(scratch, [0], records, [0])
+        unpack_pages(scratch, [0], records, [0])
+        clear_tails(scratch, [[0]])
+        copy_spans([records[0]], [storage[0]])
 
 
 def _moves(

@@ -121,7 +121,6 @@ def absorbed(
             HEADS=heads,
             TILE=grid.tile,
             KEYS=grid.keys,
-            SEQUENCES=triton.next_power_of_2(sequences),
             PACKED=packed,
             ON_GPU=query.is_cuda,
             num_warps=8 if grid.tile == 64 else 4,
@@ -157,9 +156,8 @@ def _finish(
         parts,
         part_lse,
         plan,
+        grid.tiles * grid.tile,
         HEADS=heads,
-        TILE=grid.tile,
-        TILES=grid.tiles,
         BY_PART=by_part,
         num_warps=4,
     )
@@ -203,21 +201,13 @@ def _attend(
     query, token_stride, head_stride, rows, page_stride, row_stride, table, table_stride,
     page_tokens,
     offsets, lengths, sequences, scale, out, lse, parts, part_lse, plan,
-    HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
+    HEADS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
     BY_PART: tl.constexpr, PACKED: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys, for one tile of each sequence's (token, head) pairs."""
     m = tl.program_id(0)
     p = tl.program_id(1)
-    sequence = tl.arange(0, SEQUENCES)
-    counts = tl.cdiv(tl.load(lengths + sequence, mask=sequence < sequences, other=0), KEYS)
-    ends = tl.cumsum(counts, 0)
-    total = tl.sum(counts, 0)
-    quota = tl.maximum(tl.cdiv(total, tl.num_programs(1)), 1)
-    at = p * quota
-    stop = tl.minimum(at + quota, total)
-    b = tl.sum((ends <= at).to(tl.int32), 0)
-    begin = tl.max(tl.where(ends <= at, ends, 0), 0)
+    at, stop, quota, b, begin = _cut(lengths, sequences, p, tl.num_programs(1), KEYS)
     if BY_PART & (m == 0):
         tl.store(plan + 4 * p, -1)
     pair = m * TILE + tl.arange(0, TILE)
@@ -285,6 +275,38 @@ def _attend(
 
 
 @triton.jit
+def _cut(lengths, sequences, p, parts, KEYS: tl.constexpr):
+    """Of part ``p``: its first block and the one behind its last, the blocks of a part; and the
+    sequence that its first block is of, with that sequence's first."""
+    row = tl.arange(0, 128)
+    total = p * 0
+    low = p * 0
+    while low < sequences:
+        total += tl.sum(_blocks(lengths, low + row, sequences, KEYS), 0)
+        low += 128
+    quota = tl.maximum(tl.cdiv(total, parts), 1)
+    at = p * quota
+    b = p * 0
+    begin = p * 0
+    before = p * 0
+    low = p * 0
+    while low < sequences:
+        counts = _blocks(lengths, low + row, sequences, KEYS)
+        ends = before + tl.cumsum(counts, 0)
+        passed = (low + row < sequences) & (ends <= at)
+        b += tl.sum(passed.to(tl.int32), 0)
+        begin = tl.maximum(begin, tl.max(tl.where(passed, ends, 0), 0))
+        before += tl.sum(counts, 0)
+        low += 128
+    return at, tl.minimum(at + quota, total), quota, b, begin
+
+
+@triton.jit
+def _blocks(lengths, row, sequences, KEYS: tl.constexpr):
+    return tl.cdiv(tl.load(lengths + row, mask=row < sequences, other=0), KEYS)
+
+
+@triton.jit
 def _meet(
     q, q_rope, rows, page_stride, row_stride, pages, page_tokens, kv_len, position, scale,
     block, top, weight, sofar, KEYS: tl.constexpr, PACKED: tl.constexpr, ON_GPU: tl.constexpr,
@@ -337,12 +359,12 @@ def _slot(part, starts, tile, tiles):
 
 
 @triton.jit(
-    do_not_specialize=["sequences", "tokens", "count", "scanners"],
+    do_not_specialize=["sequences", "tokens", "count", "scanners", "stride"],
     do_not_specialize_on_alignment=["offsets", "lengths"],
 )
 def _merge(
-    offsets, lengths, sequences, tokens, count, scanners, out, lse, parts, part_lse, plan,
-    HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BY_PART: tl.constexpr,
+    offsets, lengths, sequences, tokens, count, scanners, out, lse, parts, part_lse, plan, stride,
+    HEADS: tl.constexpr, BY_PART: tl.constexpr,
 ):  # fmt: skip
     """Outputs of sequences that several parts hold, by sequence or by the part that it starts in;
     the last ``scanners`` programs write those of tokens that see no keys."""
@@ -371,19 +393,19 @@ def _merge(
                     _clear(out, lse, tl.load(offsets + x), tl.load(offsets + x + 1), HEADS)
         if one >= 0:
             held = last - one + 1
-            keep = (out, lse, parts, part_lse, one, last, first, pairs, y, tl.num_programs(1))
+            keep = (out, lse, parts, part_lse, stride, one, last, first, pairs, y)
             if held <= 4:
-                _merge_rows(*keep, HEADS, TILES * TILE, 4, 512)
+                _merge_rows(*keep, tl.num_programs(1), HEADS, 4, 512)
             elif held <= 16:
-                _merge_rows(*keep, HEADS, TILES * TILE, 16, 128)
+                _merge_rows(*keep, tl.num_programs(1), HEADS, 16, 128)
             else:
-                _merge_rows(*keep, HEADS, TILES * TILE, 128, 32)
+                _merge_rows(*keep, tl.num_programs(1), HEADS, 128, 32)
 
 
 @triton.jit
 def _merge_rows(
-    out, lse, parts, part_lse, one, last, first, pairs, unit, step,
-    HEADS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    out, lse, parts, part_lse, stride, one, last, first, pairs, unit, step,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Every ``step``-th piece of a sequence's outputs: some columns of one head of one token."""
     while unit < pairs * (512 // COLUMNS):
@@ -391,15 +413,15 @@ def _merge_rows(
         column = unit % (512 // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
         at_out = first.to(tl.int64) * HEADS + pair
         _merge_row(
-            out, lse, parts, part_lse, one, last, pair, at_out, column, STRIDE, BLOCK, COLUMNS
+            out, lse, parts, part_lse, stride, one, last, pair, at_out, column, BLOCK, COLUMNS
         )
         unit += step
 
 
 @triton.jit
 def _merge_row(
-    out, lse, parts, part_lse, one, last, pair, at_out, column,
-    STRIDE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    out, lse, parts, part_lse, stride, one, last, pair, at_out, column,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one head's output, of one token."""
     top = tl.full([1], -float("inf"), tl.float32)
@@ -409,7 +431,7 @@ def _merge_row(
     while at <= last:
         part = at + tl.arange(0, BLOCK)
         there = part <= last
-        row = (part.to(tl.int64) * 2 + (part == one)) * STRIDE + pair
+        row = (part.to(tl.int64) * 2 + (part == one)) * stride + pair
         value = tl.load(part_lse + row, mask=there, other=-float("inf"))
         found = tl.load(
             parts + row[:, None] * 512 + column[None, :], mask=there[:, None], other=0.0

@@ -159,7 +159,7 @@ def _on_device(numbers: Numbers, device: torch.device) -> torch.Tensor:
     words[:2] = there.data_ptr(), numbers.size
     words[2 : 2 + numbers.size] = numbers
     _start(_fetch, triton.cdiv(numbers.size, _WORDS.value), pinned, device)
-    fetched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    fetched = torch.cuda.Event()
     fetched.record()
     lent.append((pinned, fetched))
     return there

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import kvtier
-from kvtier import LeaseState, OutOfPages, Tier
+from kvtier import Lease, LeaseState, OutOfPages, Tier
 from kvtier.core.ops import OpKind
 from kvtier.data import records, transfer
 from kvtier.data.arrivals import Arrival
@@ -511,27 +511,30 @@ def pages_pass_on(model: DeviceModel) -> None:
     c, layer = model.places[0]
     tokens, other = tokens_of(model, 2.5), tokens_of(model, 2.5, seed=1)
 
-    def held(pages: list[int]) -> torch.Tensor:
-        bytes_: torch.Tensor = model.pool._storage[c.name, layer][pages].clone()
-        return bytes_
+    def held(pages: torch.Tensor) -> torch.Tensor:
+        return model.pool._storage[c.name, layer].index_select(0, pages)
+
+    def first_two(lease: Lease) -> torch.Tensor:
+        return torch.from_numpy(lease.block_table()[:2]).to(model.pool.device, torch.int64)
 
     with torch.cuda.stream(a):
         with compute(model, tokens, write=False) as lease:
-            pages = lease.block_table()[:2].tolist()
+            numbers = lease.block_table()[:2].tolist()
+            pages = first_two(lease)  # here, as an upload would wait for the pause to be over
             with model.cache.step([(lease, [5])]) as step:
                 model.write(step)
                 pause(model, LONG_S)
                 read = held(pages)
     with torch.cuda.stream(b):
         with compute(model, other, write=False) as lease:
-            assert set(pages) <= set(lease.block_table().tolist()), "the scene is another one"
+            assert set(numbers) <= set(lease.block_table().tolist()), "another scene"
             model.check(lease)
             now = held(pages)
     torch.cuda.synchronize()
     with torch.cuda.stream(a):
         with compute(model, tokens, write=False) as lease:
             model.check(lease)
-            want = held(lease.block_table()[:2].tolist())
+            want = held(first_two(lease))
     torch.cuda.synchronize()
     assert not torch.equal(now, want)
     assert torch.equal(read, want)

@@ -19,6 +19,8 @@ __all__ = ["COMPONENT", "Form", "Group", "MlaAttention", "MlaRun"]
 
 Form = Literal["absorbed", "materialised"]
 COMPONENT = "latent"
+MANY = 256
+"""Sequences, more than a device has multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +84,13 @@ class MlaAttention:
         m: Any = self.module
         d, norm = self.dims, m.kv_a_layernorm.weight
         rows = norm.new_zeros(page_tokens, d.latent + d.rope)
-        counts = torch.tensor([0, 1], dtype=torch.int32, device=norm.device)
-        batch = PagedBatch(
-            query_lens=(1,),
-            kv_lens=(1,),
-            block_table=counts[None, :1],
-            cu_seqlens_q=counts,
-            kv_lens_device=counts[1:],
-            page_tokens=page_tokens,
-        )
-        self.kernels["write_rows"].run(rows, counts[:1].long(), rows[:1].clone())
-        query = norm.new_zeros(1, d.heads, d.latent + d.rope)
-        run = self.kernels["mla_absorbed"].run
-        run(query, rows, batch, latent_dim=d.latent, scale=self.scale)
+        batch = _scratch_batch(1, page_tokens, norm.device)
+        self.kernels["write_rows"].run(rows, batch.cu_seqlens_q[:1].long(), rows[:1].clone())
+        for sequences in (1, MANY):  # a kernel may cut a large batch up in another way
+            query = norm.new_zeros(sequences, d.heads, d.latent + d.rope)
+            many = _scratch_batch(sequences, page_tokens, norm.device)
+            run = self.kernels["mla_absorbed"].run
+            run(query, rows, many, latent_dim=d.latent, scale=self.scale)
         query = norm.new_zeros(1, d.heads, d.nope + d.rope)
         run = self.kernels["mla_materialised"].run
         up = self.up_project
@@ -193,3 +189,15 @@ class MlaAttention:
         kernel = self.kernels[operation]
         run.backends[operation] = kernel.backend
         return kernel.run
+
+
+def _scratch_batch(sequences: int, page_tokens: int, device: torch.device) -> PagedBatch:
+    """Sequences of one token each, all in page 0."""
+    return PagedBatch(
+        query_lens=(1,) * sequences,
+        kv_lens=(1,) * sequences,
+        block_table=torch.zeros(sequences, 1, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.arange(sequences + 1, dtype=torch.int32, device=device),
+        kv_lens_device=torch.ones(sequences, dtype=torch.int32, device=device),
+        page_tokens=page_tokens,
+    )
