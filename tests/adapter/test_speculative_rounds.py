@@ -53,9 +53,9 @@ class Rounds:
         )
         self.leases: list[Any] = []
         self.texts: dict[Any, list[int]] = {}
-        self.gaps: dict[Any, int] = {}
-        """First position from which on all rows must be there."""
-        self.hits = 0
+        pool: Any = cache._pool
+        self.drafted: Tensor = pool.rows("latent", 1)
+        self.hits = self.lost = self.whole = 0
         self.accepted: dict[int, int] = {}
 
     def open(self) -> None:
@@ -66,11 +66,11 @@ class Rounds:
         lease = self.cache.lease(prompt)
         self.hits += lease.ready.result() > 0
         self.leases.append(lease)
-        self.texts[lease], self.gaps[lease] = prompt, 0
+        self.texts[lease] = prompt
 
     def close(self, lease: Any) -> None:
         self.leases.remove(lease)
-        del self.texts[lease], self.gaps[lease]
+        del self.texts[lease]
         lease.release()
 
     def step(self) -> None:
@@ -93,6 +93,7 @@ class Rounds:
             stands = self.ledger.begin(step, device, torch.empty(0))
             for (lease, _), stand in zip(work, stands, strict=True):
                 self.check(lease, stand)
+            self.write(step, hidden, stands)
             self.ledger.end(step, device, torch.tensor(hidden), stands)
             assert device.context_lens.tolist() == [lease.num_tokens for lease, _ in work]
             assert device.kv_lens.tolist() == [lease.num_tokens + len(f) for lease, f in work]
@@ -116,13 +117,26 @@ class Rounds:
 
     def check(self, lease: Any, stand: Any) -> None:
         """Before a step: nothing is taken for there that is not, nothing carried that is wrong."""
+        tokens = self.texts[lease]
         assert stand.length == lease.num_tokens
-        if stand.carry is None:
-            self.gaps[lease] = stand.length + 1
-        elif stand.length:
-            assert stand.carry.tolist() == code(self.texts[lease], stand.length - 1)
-        assert stand.gapless <= max(stand.length, self.gaps[lease])
-        assert stand.gapless >= min(self.gaps[lease], stand.length) or stand.length == 0
+        if stand.carry is not None and stand.length:
+            assert stand.carry.tolist() == code(tokens, stand.length - 1)
+        self.whole += stand.gapless == 0
+        if stand.gapless < stand.length:
+            slots = lease.slot_mapping(stand.gapless, stand.length)["latent"]
+            held = self.drafted[torch.from_numpy(slots.astype("int64")), :VALUES]
+            positions = range(stand.gapless, stand.length)
+            assert held.tolist() == [code(tokens, p) for p in positions]
+
+    def write(self, step: Any, hidden: list[list[float]], stands: list[Any]) -> None:
+        """A draft row holds the code of its own position, or nothing where it cannot be made."""
+        slots = torch.from_numpy(step.slot_mapping["latent"].astype("int64"))
+        self.drafted[slots] = 0.0
+        self.drafted[slots, :VALUES] = torch.tensor(hidden)
+        for begin, stand in zip(step.cu_seqlens_q[:-1].tolist(), stands, strict=True):
+            if stand.carry is None:
+                self.drafted[slots[begin]] = 0.0
+                self.lost += 1
 
     def check_pages(self, lease: Any) -> None:
         """Whole pages say what their last token's state is."""
@@ -143,7 +157,6 @@ class Rounds:
         elif what < 0.5 and lease.num_tokens:
             n = lease.truncate(self.rng.randint(0, lease.num_tokens))
             self.texts[lease] = self.texts[lease][:n]
-            self.gaps[lease] = min(self.gaps[lease], n)
         elif what < 0.7:
             lease.pause().result()
             lease.resume().result()
@@ -155,7 +168,6 @@ class Rounds:
                 self.ledger.fork(lease, other)
             self.leases.append(other)
             self.texts[other] = self.texts[lease][: other.num_tokens]
-            self.gaps[other] = self.gaps[lease]
 
 
 def many_rounds(rounds: int, seed: int) -> Rounds:
@@ -188,6 +200,8 @@ def test_speculative_lengths_agree_after_random_rounds() -> None:
     """AT-6.8, AT-6.9: with forks, cuts, pauses and hits in between."""
     world = many_rounds(1000, seed=1)
     assert world.hits > 10
+    assert world.lost > 5
+    assert world.whole > 500
     assert set(world.accepted) == set(range(MAX_DRAFT + 2))
 
 
