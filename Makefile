@@ -25,11 +25,11 @@ help:
 	@echo "make mutate       inject bugs into the core and see that the tests notice"
 
 # Rebuilt only when what is to be installed changes.  torch comes first, by itself and pinned, so
-# that nothing installed later can swap its build.
+# that nothing installed later can swap its build, and not quietly: it is what takes long.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt pip
-	$(BIN)/python -m pip install -q -c constraints.txt torch numpy
+	$(BIN)/python -m pip install -c constraints.txt torch numpy
 	$(BIN)/python -m pip install -q -c constraints.txt hatchling editables ruff mypy \
 	    pytest pytest-timeout pytest-xdist hypothesis
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[deepseek,triton]'

@@ -1,6 +1,6 @@
 """A continuous-batching loop over kvtier: what a server of your own starts from.
 
-Run it: ``python examples/minimal_server.py``.  The guide in docs/embedding.md walks through it.
+Run it: ``.venv/bin/python examples/minimal_server.py``.  docs/embedding.md walks through it.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Speculative decoding on kvtier: two drafts, and the text that greedy decoding gives without any.
 
-Run it: ``PYTHONPATH=adapters/deepseek python examples/speculative.py`` (needs torch and
-transformers).  The model is tiny and its weights are random, so the n-gram draft is right now and
-then, and the predictor hardly ever; what is decoded is the same with either.
+Run it: ``.venv/bin/python examples/speculative.py`` (needs the extra ``deepseek``).  The model is
+tiny and its weights are random, so the n-gram draft is right now and then, and the predictor hardly
+ever; what is decoded is the same with either.
 """
 
 import torch
