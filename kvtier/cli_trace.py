@@ -136,6 +136,6 @@ def _figures(outcome: Outcome) -> dict[str, object]:
         "hit_rate": outcome.hit_rate,
         "hit_tokens": outcome.hit_tokens,
         "disk_hit_tokens": outcome.disk_hit_tokens,
-        "host_bytes": outcome.host_bytes,
-        "disk_bytes": outcome.disk_bytes,
+        "host_bytes_written": outcome.host_bytes,
+        "disk_bytes_written": outcome.disk_bytes,
     }

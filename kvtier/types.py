@@ -156,7 +156,7 @@ class PageReport:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A consistent snapshot; subtract two to get a rate.
+    """A consistent snapshot; what its counters grew by between two gives rates.
 
     Per lease, at the moment it becomes active: hits by tier + computed tokens = prompt tokens.
     """
@@ -165,7 +165,7 @@ class CacheStats:
     lookup_tokens: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
-    """Of these: known in some tier, but faster to compute than to load."""
+    """Of ``computed_tokens``: known in some tier, but faster to compute than to load."""
     leases: int = 0
     restoring: int = 0
     packing: int = 0

@@ -167,8 +167,8 @@ def take_writer_lock(names: Names) -> FileLock:
     if not lock.take(shared=False):
         lock.release()
         raise StoreLocked(
-            f"{names.directory} is being written by another store object or process; "
-            'open it with disk_mode="read"'
+            f"{names.directory} is already open for writing, here or in another process; "
+            'a process that does not write it may open it with disk_mode="read"'
         )
     return lock
 

@@ -30,7 +30,7 @@ def test_what_is_asked_for_twice_is_a_hit(
     assert simulate(trace, "--policy", policy, "--host-gib", "1", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["requests"], told["prompt_tokens"]) == (2, 2200)
-    assert told["hit_tokens"] == 1024 and told["disk_bytes"] == 0
+    assert told["hit_tokens"] == 1024 and told["disk_bytes_written"] == 0
     assert told["hit_rate"] == pytest.approx(100 * 1024 / 2200)
 
 
@@ -48,7 +48,7 @@ def test_plain_text_and_a_disk(trace: str, capsys: pytest.CaptureFixture[str]) -
     assert simulate(trace, *options) == 0
     out = capsys.readouterr().out
     assert "hit rate           46.55 %" in out
-    (disk,) = (line.split()[-1] for line in out.splitlines() if line.startswith("disk bytes"))
+    (disk,) = (line.split()[-1] for line in out.splitlines() if line.startswith("disk bytes written"))
     assert int(disk) == 998_208 * (4 + 2 * 4)  # four pages, two checkpoints
 
 
