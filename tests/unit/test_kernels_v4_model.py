@@ -182,7 +182,9 @@ class Paged:
         query = head_norm_rope(m.q_b_proj(residual).view(-1, 4, 512), cos, sin, eps=1e-6)
         keys = norm_rope(m.kv_proj(x), m.kv_norm.weight, cos, sin, eps=1e-6)
         slots = window_slots(batch, self.window_table, window=128, slots_per_page=128)
-        write_records(self.window, slots[:, -1], keys, DENSE)
+        positions = torch.arange(start, stop)
+        mine = self.window_table[0, positions // 128] * 128 + positions % 128
+        write_records(self.window, mine, keys, DENSE)
         lists: dict[str, Any] = {}
         chosen = None
         if m.compressor is not None:
