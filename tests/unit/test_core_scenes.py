@@ -428,6 +428,23 @@ def test_resume_is_shorter_if_the_host_was_full() -> None:
     made.sound()
 
 
+def test_resume_does_not_trust_what_was_not_parked() -> None:
+    """The copy down of an open page ends with nothing done: only the whole pages come back."""
+    made = plain(gpu=8, cpu=8)
+    rec = lease(made, [1, 2, 3, 4, 5])
+    made.step([rec], [[1, 2, 3, 4, 5]])
+    made.drain()
+    made.pause(rec)
+    assert rec.parked is not None
+    made.end(rec.parked.op_id, 0)
+    made.drain()
+    assert rec.state is LeaseState.PAUSED
+    made.run(made.core.resume(rec))
+    made.drain()
+    assert rec.state is LeaseState.ACTIVE and rec.length == 4
+    made.sound()
+
+
 def test_resume_that_does_not_fit_stays_paused_however_often() -> None:
     """Also when what was parked is lost: nothing may be let go before there is room."""
     made = tails(gpu=8, cpu=3, max_leases=2, gpu_states=2)
