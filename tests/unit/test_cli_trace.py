@@ -48,7 +48,8 @@ def test_plain_text_and_a_disk(trace: str, capsys: pytest.CaptureFixture[str]) -
     assert simulate(trace, *options) == 0
     out = capsys.readouterr().out
     assert "hit rate           46.55 %" in out
-    (disk,) = (line.split()[-1] for line in out.splitlines() if line.startswith("disk bytes written"))
+    told = [line for line in out.splitlines() if line.startswith("disk bytes written")]
+    (disk,) = (line.split()[-1] for line in told)
     assert int(disk) == 998_208 * (4 + 2 * 4)  # four pages, two checkpoints
 
 
