@@ -131,10 +131,8 @@ class _Adaptive(_Placement):
             chance = 1.0
         elif checkpoint.branch:
             chance = 0.5
-        elif (
-            checkpoint.uses or checkpoint.prompt_end
-        ):  # a conversation goes on from its end, and seldom twice
-            chance = 0.1
+        elif checkpoint.uses or checkpoint.prompt_end:
+            chance = 0.1  # a conversation goes on from its end, and seldom twice
         else:
             chance = 0.03
         return chance * gap / frames

@@ -22,7 +22,7 @@ from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.records import RECORDS
 from kvtier.kernels.triton_write import adjacent
 
-__all__ = ["absorbed"]
+__all__ = ["LATENT", "LN2", "LOG2E", "ROPE", "absorbed", "attend"]
 
 LATENT, ROPE = 512, 64
 """Values of a row: its latent, which is key and value, and its rotated key."""
@@ -328,9 +328,19 @@ def _meet(
         k = tl.load(row + d[None, :], mask=there, other=0.0)
         rope = row + 512
     k_rope = tl.load(rope + r[None, :], mask=there, other=0.0)
+    seen = key[None, :] <= position[:, None]
+    return attend(q, q_rope, k, k_rope, seen, scale, top, weight, sofar, ON_GPU)
+
+
+@triton.jit
+def attend(
+    q, q_rope, k, k_rope, seen, scale, top, weight, sofar, ON_GPU: tl.constexpr
+):  # fmt: skip
+    """Queries meet some keys more, whose latents ``k`` are their values: the largest score so far
+    (base 2), the sum of weights and that of weighted values."""
     score = _product(q_rope, tl.trans(k_rope), None, ON_GPU)
     score = _product(q, tl.trans(k), score, ON_GPU) * scale
-    score = tl.where(key[None, :] <= position[:, None], score, -float("inf"))
+    score = tl.where(seen, score, -float("inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
     # A row that has seen nothing yet subtracts 0, not -inf.
     base = tl.where(new_top == -float("inf"), 0.0, new_top)

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from kvtier.config import parse_bytes
 from kvtier.kernels.records import Record
+from kvtier.kernels.triton_mla import LATENT, LN2, LOG2E, ROPE, attend
 from kvtier.kernels.triton_write import adjacent, pool_of
 
 __all__ = ["mla_sparse"]
 
-LATENT, ROPE = 512, 64
-"""Values of a row: its latent, which is key and value, and its rotated key."""
 HEADS = 64
 """Heads of one program, at most: they share the keys that it unpacks."""
 KEYS = 32
@@ -26,8 +25,6 @@ PROGRAMS = 256
 """There are to be so many in all, as far as lists can be cut."""
 PARTS = 32
 """Parts of a list, at most."""
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 def mla_sparse(
@@ -166,25 +163,7 @@ def _meet(
         k = tl.load(row + d[None, :], mask=seen[:, None], other=0.0)
         rope = row + 512
     k_rope = tl.load(rope + r[None, :], mask=seen[:, None], other=0.0)
-    score = _product(q_rope, tl.trans(k_rope), None, ON_GPU)
-    score = _product(q, tl.trans(k), score, ON_GPU) * scale
-    score = tl.where(seen[None, :], score, -float("inf"))
-    new_top = tl.maximum(top, tl.max(score, 1))
-    # A row that has seen nothing yet subtracts 0, not -inf.
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)
-    share = tl.exp2(score - base[:, None])
-    shrink = tl.exp2(top - base)
-    weight = weight * shrink + tl.sum(share, 1)
-    sofar = _product(share.to(k.dtype), k, sofar * shrink[:, None], ON_GPU)
-    return new_top, weight, sofar
-
-
-@triton.jit
-def _product(a, b, sofar, ON_GPU: tl.constexpr):
-    if ON_GPU:
-        return tl.dot(a, b, sofar)
-    # The interpreter multiplies no bfloat16.
-    return tl.dot(a.to(tl.float32), b.to(tl.float32), sofar, input_precision="ieee")
+    return attend(q, q_rope, k, k_rope, seen[None, :], scale, top, weight, sofar, ON_GPU)
 
 
 @triton.jit(do_not_specialize=["count"])
