@@ -247,6 +247,18 @@ def from_disk(n: int, *, page: int = -1, via: tuple[int, ...] = (), frame: int =
     )  # fmt: skip
 
 
+def read_counts(p: Plane) -> list[int]:
+    """How many records each read asks the store for, from here on."""
+    read, read_into = list[int](), p.store.read_into
+
+    def noted(reads: Sequence[Read]) -> list[bool]:
+        read.append(len(reads))
+        return read_into(reads)
+
+    p.store.read_into = noted  # type: ignore[method-assign]
+    return read
+
+
 def store_chain(p: Plane, length: int) -> list[bytes]:
     """Pages 0 .. length-1 to disk; what they held.  Device and host are poisoned afterwards."""
     want = [p.page(i) for i in range(length)]
@@ -650,13 +662,7 @@ def test_large_tails_do_not_make_large_reads(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(transfer, "READ_BYTES", TAILED.frame_bytes())
     assert TAILED_GEOMETRY.parked_frames > 1
     with plane(TAILED, TAILED_GEOMETRY) as p:
-        want, read, read_into = store_chain(p, 4), list[int](), p.store.read_into
-
-        def noted(reads: Sequence[Read]) -> list[bool]:
-            read.append(len(reads))
-            return read_into(reads)
-
-        p.store.read_into = noted  # type: ignore[method-assign]
+        want, read = store_chain(p, 4), read_counts(p)
         end = p.start(OpKind.RESTORE, *[from_disk(i + 1, page=i) for i in range(4)])
         assert end.delivered == 4
         assert read == [1, 1, 1, 1]
@@ -667,13 +673,7 @@ def test_reads_grow_while_much_is_left_and_end_small(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(transfer, "READ_BYTES", 1)
     monkeypatch.setattr(transfer, "LARGE_READ_BYTES", 2 * PLAIN.frame_bytes())
     with plane(io_threads=1) as p:
-        want, read, read_into = store_chain(p, 10), list[int](), p.store.read_into
-
-        def noted(reads: Sequence[Read]) -> list[bool]:
-            read.append(len(reads))
-            return read_into(reads)
-
-        p.store.read_into = noted  # type: ignore[method-assign]
+        want, read = store_chain(p, 10), read_counts(p)
         parts = [from_disk(i + 1, page=i, via=(11 - i,)) for i in range(7)]
         parts += [from_disk(i + 1, page=i) for i in range(7, 10)]  # these pass the reader's own
         assert p.start(OpKind.RESTORE, *parts).delivered == 10
@@ -686,13 +686,7 @@ def test_the_first_reads_of_several_threads_differ(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(transfer, "READ_BYTES", 1)
     monkeypatch.setattr(transfer, "LARGE_READ_BYTES", 2 * PLAIN.frame_bytes())
     with plane(io_threads=2) as p:
-        want, read, read_into = store_chain(p, 12), list[int](), p.store.read_into
-
-        def noted(reads: Sequence[Read]) -> list[bool]:
-            read.append(len(reads))
-            return read_into(reads)
-
-        p.store.read_into = noted  # type: ignore[method-assign]
+        want, read = store_chain(p, 12), read_counts(p)
         parts = [from_disk(i + 1, page=i, via=(11 - i,)) for i in range(12)]
         assert p.start(OpKind.RESTORE, *parts).delivered == 12
         assert sorted(read) == sorted([1, 2, 2, 1, 1, 1, 1, 1, 1, 1])

@@ -6,10 +6,8 @@ past a lease's committed tokens, and all of its rings that the next token does n
 a NaN in every format: whatever is derived from a rejected token is seen.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ import kvtier
 from kvtier import Tier
 from kvtier.core.leases import LeaseRecord
 from kvtier.layouts import Component, Layout, mla, swa_c4_c128
-from tests.shell.v4_kit import ByteModel, Positions, sized
+from tests.shell.v4_kit import ByteModel, Positions, serving
 
 torch.set_num_threads(1)
 
@@ -125,21 +123,7 @@ class SpecModel(ByteModel):
         self.poison_all_rejected()
 
 
-@contextmanager
-def served(layout: Layout, disk: Path | None = None, **options: Any) -> Iterator[SpecModel]:
-    """A cache whose whole device and host memory is 0xFF, and the model on it."""
-    if disk is not None:
-        options |= {"disk_path": disk, "disk_bytes": "256MiB"}
-    cache = kvtier.Cache(layout, sized(layout, **options), model="bytes", device="cpu")
-    model = SpecModel(cache)
-    model.pool.poison_all()
-    model.host.poison(range(model.host.num_frames))
-    try:
-        yield model
-        cache.check()
-        assert not cache.leases(), "the test left leases open"
-    finally:
-        cache.close()
+served = partial(serving, SpecModel)
 
 
 def tables(lease: kvtier.Lease) -> tuple[list[int], dict[int, int]]:

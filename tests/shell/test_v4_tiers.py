@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ import kvtier
 from kvtier import LeaseState, Tier
 from kvtier.cli import main
 from kvtier.errors import ConfigError, LeaseError
-from kvtier.layouts import Layout
-from tests.shell.v4_kit import PAGE, ByteModel, open_lease, prompt, sized, small
+from tests.shell.v4_kit import PAGE, ByteModel, open_lease, prompt, serving, small
 
 torch.set_num_threads(1)
 
@@ -34,21 +33,7 @@ KINDS = [
 ]
 
 
-@contextmanager
-def served(layout: Layout, disk: Path | None = None, **options: Any) -> Iterator[ByteModel]:
-    """A cache whose whole device and host memory is 0xFF, and the model on it."""
-    if disk is not None:
-        options |= {"disk_path": disk, "disk_bytes": "256MiB"}
-    cache = kvtier.Cache(layout, sized(layout, **options), model="bytes", device="cpu")
-    model = ByteModel(cache)
-    model.pool.poison_all()
-    model.host.poison(range(model.host.num_frames))
-    try:
-        yield model
-        cache.check()
-        assert not cache.leases(), "the test left leases open"
-    finally:
-        cache.close()
+served = partial(serving, ByteModel)
 
 
 def windows_of(lease: kvtier.Lease) -> set[int]:

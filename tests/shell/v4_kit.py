@@ -7,8 +7,10 @@ Rows are cut from one block of noise, in which every byte occurs, NaNs of every 
 """
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -277,3 +279,25 @@ def open_lease(model: ByteModel, tokens: Sequence[int], **options: Any) -> kvtie
     lease.ready.result(timeout=20)
     assert lease.state is LeaseState.ACTIVE
     return lease
+
+
+Model = TypeVar("Model", bound=ByteModel)
+
+
+@contextmanager
+def serving(
+    kind: type[Model], layout: Layout, disk: Path | None = None, **options: Any
+) -> Iterator[Model]:
+    """A cache whose whole device and host memory is 0xFF, and a model of this kind on it."""
+    if disk is not None:
+        options |= {"disk_path": disk, "disk_bytes": "256MiB"}
+    cache = kvtier.Cache(layout, sized(layout, **options), model="bytes", device="cpu")
+    model = kind(cache)
+    model.pool.poison_all()
+    model.host.poison(range(model.host.num_frames))
+    try:
+        yield model
+        cache.check()
+        assert not cache.leases(), "the test left leases open"
+    finally:
+        cache.close()
