@@ -30,6 +30,7 @@ from kvtier_deepseek.drafts.streams import (
     WindowLayer,
     block_name,
     hyper_head,
+    main_turns,
     window_block,
     window_slots_at,
 )
@@ -133,7 +134,7 @@ class DSpark(CachedDraft):
     def _write(
         self, step: StepLike, device: DeviceStepLike, hidden: Tensor, stands: Sequence[Stand]
     ) -> None:
-        turns = self._turns(hidden, device.positions[: hidden.shape[0]])
+        turns = main_turns(self._model, hidden, device.positions[: hidden.shape[0]])
         for stage in self._stages:
             stage.write(device, stage.block.self_attn.kv_proj(hidden), turns)
 
@@ -169,7 +170,7 @@ class DSpark(CachedDraft):
         flat = tokens.flatten()
         embedded = self._model.model.embed_tokens(flat)
         position = np.array([row.length for row in rows])[:, None] + block
-        turns = self._turns(embedded, on_device(position.reshape(-1), where))
+        turns = main_turns(self._model, embedded, on_device(position.reshape(-1), where))
         streams = embedded[:, None].expand(-1, self._streams, -1).contiguous()
         slots = on_device(np.repeat(np.stack(context), size, axis=0), where, torch.int32)
         seen = on_device(np.repeat(own, size, axis=0), where, torch.int32)
@@ -194,11 +195,6 @@ class DSpark(CachedDraft):
             token = (logits[:, place] + added).argmax(-1)
             found.append(token)
         return torch.stack(found, dim=1)
-
-    def _turns(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        rotary = self._model.model.rotary_emb
-        cos, sin = rotary(like[None], position_ids=positions[None], layer_type="main")
-        return cos[0], sin[0]
 
 
 HEAD = {

@@ -24,6 +24,7 @@ from kvtier_deepseek.drafts.streams import (
     WindowLayer,
     block_name,
     hyper_head,
+    main_turns,
     window_block,
     window_slots_at,
 )
@@ -117,7 +118,7 @@ class StreamMtp(CachedDraft):
         mixed = self.module.combine(embedded, self._split(before))
         *_, joined = layer.block.attn_hc(mixed[None])
         values = layer.block.self_attn.kv_proj(layer.block.input_layernorm(joined))[0]
-        layer.write(device, values, self._turns(embedded, device.positions[:tokens]))
+        layer.write(device, values, main_turns(self._model, embedded, device.positions[:tokens]))
         if lost:
             layer.blank(device, lost)
 
@@ -164,7 +165,7 @@ class StreamMtp(CachedDraft):
             embedded = self._embed(token)
             position = on_device([row.length + turn for row in rows], where)
             mixed = self.module.combine(embedded, streams)
-            streams = layer.run(flight, mixed, token, self._turns(embedded, position))
+            streams = layer.run(flight, mixed, token, main_turns(self._model, embedded, position))
             joined = self.module.norm(self.module.hc_head(streams[None]))[0]
             token = self._model.lm_head(joined).argmax(-1)
             found.append(token)
@@ -177,11 +178,6 @@ class StreamMtp(CachedDraft):
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self._model.model.embed_tokens(tokens)
         return embedded
-
-    def _turns(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        rotary = self._model.model.rotary_emb
-        cos, sin = rotary(like[None], position_ids=positions[None], layer_type="main")
-        return cos[0], sin[0]
 
     @property
     def _bound(self) -> WindowLayer:

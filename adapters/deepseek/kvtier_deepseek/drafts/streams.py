@@ -31,6 +31,7 @@ __all__ = [
     "blank_window",
     "block_name",
     "hyper_head",
+    "main_turns",
     "window_block",
     "window_slots_at",
 ]
@@ -65,6 +66,12 @@ def window_block(model: nn.Module, index: int) -> nn.Module:
     config.num_hidden_layers = index + 1
     block: nn.Module = type(body.layers[-1])(config, index)
     return block
+
+
+def main_turns(model: Any, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the main rotation at these positions, in the type of ``like``."""
+    cos, sin = model.model.rotary_emb(like[None], position_ids=positions[None], layer_type="main")
+    return cos[0], sin[0]
 
 
 def hyper_head(model: nn.Module) -> nn.Module:
