@@ -4,7 +4,7 @@ A *family* is the models whose attention layers are made of the same parts and c
 components.  Knows nothing of any of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,6 +43,12 @@ class Run:
             raise RuntimeError(f"hidden states {tuple(hidden.shape)} are not this step's tokens")
         if layer in self.written:
             raise RuntimeError(f"layer {layer} was called twice in one step")
+
+    def kernel(self, kernels: Mapping[str, Kernel], operation: str) -> Callable[..., Any]:
+        """What to call for this operation; it is noted as used."""
+        kernel = kernels[operation]
+        self.backends[operation] = kernel.backend
+        return kernel.run
 
 
 class LayerAttention(Protocol):

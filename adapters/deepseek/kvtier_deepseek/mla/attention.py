@@ -60,7 +60,7 @@ class MlaAttention:
         run.check(self.index, hidden)
         rows = run.step.layer(self.index).rows(COMPONENT)
         q_nope, q_rope, latent = self.project(hidden, embeddings)
-        self._kernel(run, "write_rows")(rows, run.step.slot_mapping[COMPONENT], latent)
+        run.kernel(self.kernels, "write_rows")(rows, run.step.slot_mapping[COMPONENT], latent)
         run.written.append(self.index)
         out = hidden.new_empty(hidden.shape[1], self.dims.heads, self.dims.value)
         weight = self.up_weight(hidden.dtype)
@@ -118,6 +118,14 @@ class MlaAttention:
             torch.cat((latent[0], k_rope[0, 0]), dim=-1),
         )
 
+    def absorb(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries in the latent space, (n, heads, latent + rope), and what brings outputs from it
+        back to values, (heads, value, latent)."""
+        d = self.dims
+        per_head = weight.reshape(d.heads, d.nope + d.value, d.latent)
+        key_up, value_up = torch.split(per_head, [d.nope, d.value], dim=1)
+        return torch.cat((torch.einsum("nhp,hpl->nhl", q_nope, key_up), q_rope), dim=-1), value_up
+
     def _absorbed(
         self,
         run: MlaRun,
@@ -127,15 +135,12 @@ class MlaAttention:
         rows: Tensor,
         weight: Tensor,
     ) -> Tensor:
-        d = self.dims
-        per_head = weight.reshape(d.heads, d.nope + d.value, d.latent)
-        key_up, value_up = torch.split(per_head, [d.nope, d.value], dim=1)
-        query = torch.cat((torch.einsum("nhp,hpl->nhl", q_nope, key_up), q_rope), dim=-1)
-        out, _ = self._kernel(run, "mla_absorbed")(
+        query, value_up = self.absorb(q_nope, q_rope, weight)
+        out, _ = run.kernel(self.kernels, "mla_absorbed")(
             query,
             rows,
             group.batch,
-            latent_dim=d.latent,
+            latent_dim=self.dims.latent,
             scale=self.scale,
             workspace_bytes=self.workspace_bytes,
         )
@@ -144,12 +149,12 @@ class MlaAttention:
     def _materialised(self, run: MlaRun, group: Group, query: Tensor, rows: Tensor) -> Tensor:
         longest = max(group.batch.kv_lens, default=0)
         if longest <= self.max_rows and "mla_materialised_whole" in self.kernels:
-            whole: Tensor = self._kernel(run, "mla_materialised_whole")(
+            whole: Tensor = run.kernel(self.kernels, "mla_materialised_whole")(
                 query, rows, group.batch, self.up_project, dims=self.dims, scale=self.scale
             )
             return whole
         out: Tensor
-        out, _ = self._kernel(run, "mla_materialised")(
+        out, _ = run.kernel(self.kernels, "mla_materialised")(
             query,
             rows,
             group.batch,
@@ -184,11 +189,6 @@ class MlaAttention:
         """Of scores, as the module has it now."""
         scale: float = self.module.scaling  # type: ignore[assignment]
         return scale
-
-    def _kernel(self, run: MlaRun, operation: str) -> Any:
-        kernel = self.kernels[operation]
-        run.backends[operation] = kernel.backend
-        return kernel.run
 
 
 def _scratch_batch(sequences: int, page_tokens: int, device: torch.device) -> PagedBatch:

@@ -63,7 +63,9 @@ class WindowAttention:
         view = run.step.layer(self.index)
         rows = view.rows(WINDOW)
         q_nope, q_rope, latent = self.full.project(hidden, embeddings)
-        self._kernel(run, "write_window")(rows, run.step.slot_mapping[WINDOW], latent, self.record)
+        run.kernel(self.kernels, "write_window")(
+            rows, run.step.slot_mapping[WINDOW], latent, self.record
+        )
         if run.captures is not None:
             self.capture(view, run.captures)
         run.written.append(self.index)
@@ -115,22 +117,15 @@ class WindowAttention:
         }
         if weight is None:
             query = torch.cat((q_nope, q_rope), dim=-1)
-            attend = self._kernel(run, "mla_sparse_materialised")
+            attend = run.kernel(self.kernels, "mla_sparse_materialised")
             whole: Tensor
             whole, _ = attend(query, rows, run.slots, self.full.up_project, dims=d, **options)
             return whole
-        per_head = weight.reshape(d.heads, d.nope + d.value, d.latent)
-        key_up, value_up = torch.split(per_head, [d.nope, d.value], dim=1)
-        query = torch.cat((torch.einsum("nhp,hpl->nhl", q_nope, key_up), q_rope), dim=-1)
-        out, _ = self._kernel(run, "mla_sparse")(
+        query, value_up = self.full.absorb(q_nope, q_rope, weight)
+        out, _ = run.kernel(self.kernels, "mla_sparse")(
             query, rows, run.slots, latent_dim=d.latent, **options
         )
         return torch.einsum("nhl,hvl->nhv", out, value_up)
-
-    def _kernel(self, run: WindowRun, operation: str) -> Any:
-        kernel = self.kernels[operation]
-        run.backends[operation] = kernel.backend
-        return kernel.run
 
 
 def window_run(
