@@ -10,9 +10,17 @@ from kvtier.errors import ConfigError
 from kvtier.tokens import TokenBuffer, Tokens, pack
 from kvtier.types import Identity, Span, Tier
 
-__all__ = ["check_identity", "check_prompt", "check_tier", "check_tiers", "check_ttl", "check_type"]
+__all__ = [
+    "FOREVER",
+    "check_identity",
+    "check_prompt",
+    "check_tier",
+    "check_tiers",
+    "check_ttl",
+    "check_type",
+]
 
-_LONGEST = 1e18
+FOREVER = 1e18
 """Seconds; an int may be too large to add to a time."""
 
 
@@ -63,4 +71,4 @@ def check_ttl(ttl: float) -> float:
     is a number above 0."""
     if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:
         raise ConfigError(f"ttl must be a number of seconds above 0, got {ttl!r}")
-    return min(ttl, _LONGEST)
+    return min(ttl, FOREVER)

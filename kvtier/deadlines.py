@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from math import inf
 
+from kvtier.arguments import FOREVER
 from kvtier.core.leases import LeaseRecord
 from kvtier.core.load_costs import SLACK, LoadCosts
 from kvtier.core.machine import CacheCore
@@ -24,8 +25,6 @@ logger = logging.getLogger("kvtier")
 
 RETRY_S = 0.01
 """A lease whose time is over, but for which there is no room yet, is asked again so soon."""
-FOREVER = 1e18
-"""Seconds; an int may be too large to add to a time."""
 
 
 class Patience:

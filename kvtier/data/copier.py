@@ -143,8 +143,7 @@ class Copier:
             if drained is None:
                 self._staging.give(slots)
         task.left -= count
-        job.share()
-        self.drained.submit(lambda _: self._land(job, start, parts, slots, drained))
+        self._land_later(job, start, parts, slots, drained)
         return stop
 
     def _pack_together(self, tasks: Sequence["_Pack"]) -> bool:
@@ -164,13 +163,15 @@ class Copier:
             return False
         for task in tasks:
             own, slots = slots[: task.left], slots[task.left :]
-            self._drained_later(task.job, own, drained)
+            self._land_later(task.job, 0, task.job.op.parts, own, drained)
             self.packed.submit(lambda _, job=task.job: self._release(job, gathered))  # type: ignore[misc]
         return True
 
-    def _drained_later(self, job: Job, slots: list[int], drained: Event) -> None:
+    def _land_later(
+        self, job: Job, start: int, parts: Sequence[Part], slots: list[int], drained: Event
+    ) -> None:
         job.share()
-        self.drained.submit(lambda _: self._land(job, 0, job.op.parts, slots, drained))
+        self.drained.submit(lambda _: self._land(job, start, parts, slots, drained))
 
     def _release(self, job: Job, gathered: Event | None) -> None:
         try:
