@@ -16,7 +16,7 @@ from kvtier import Cache, Lease, Span, Tier
 from kvtier.kernels import RECORDS, norm_rope, write_records
 from kvtier.layouts import swa_c4_c128
 from kvtier_deepseek import Adapter, attach, generate
-from kvtier_deepseek.v4.attention import V4Attention
+from kvtier_deepseek.v4.attention import V4Run
 from tests.adapter.models import full_logits, random_tokens
 from tests.adapter.v4_kit import (
     FP32,
@@ -201,10 +201,10 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.windows: dict[int, list[Tensor]] = {}
         self.states: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
-        kernel = V4Attention._kernel
+        kernel = V4Run.kernel
 
-        def noting_kernel(layer: Any, run: Any, key: str) -> Any:
-            found = kernel(layer, run, key)
+        def noting_kernel(run: Any, layer: Any, key: str) -> Any:
+            found = kernel(run, layer, key)
 
             def write(rows: Tensor, slots: Tensor, values: Tensor, *turn: Any, eps: float) -> None:
                 stored = norm_rope(values, *turn[:3], eps=eps)
@@ -223,7 +223,7 @@ class Seen:
                 return write
             return compress if key.startswith("compress_write") else found
 
-        monkeypatch.setattr(V4Attention, "_kernel", noting_kernel)
+        monkeypatch.setattr(V4Run, "kernel", noting_kernel)
 
 
 def checkpoint(cache: Cache, frame: int) -> dict[tuple[str, int], Tensor]:

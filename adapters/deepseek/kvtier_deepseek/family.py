@@ -44,9 +44,9 @@ class Run:
         if layer in self.written:
             raise RuntimeError(f"layer {layer} was called twice in one step")
 
-    def kernel(self, kernels: Mapping[str, Kernel], operation: str) -> Callable[..., Any]:
-        """What to call for this operation; it is noted as used."""
-        kernel = kernels[operation]
+    def kernel(self, layer: "LayerAttention", operation: str) -> Callable[..., Any]:
+        """What a layer calls for this operation; it is noted as used."""
+        kernel = layer.kernels[operation]
         self.backends[operation] = kernel.backend
         return kernel.run
 
@@ -58,6 +58,10 @@ class LayerAttention(Protocol):
     def module(self) -> nn.Module: ...
     @property
     def index(self) -> int: ...
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        """By operation."""
+
     def __call__(self, run: Any, hidden: Tensor, embeddings: Any) -> Tensor:
         """Write the step's rows, then attend: (1, tokens, hidden) to the same shape.
 

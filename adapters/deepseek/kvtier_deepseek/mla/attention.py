@@ -60,7 +60,7 @@ class MlaAttention:
         run.check(self.index, hidden)
         rows = run.step.layer(self.index).rows(COMPONENT)
         q_nope, q_rope, latent = self.project(hidden, embeddings)
-        run.kernel(self.kernels, "write_rows")(rows, run.step.slot_mapping[COMPONENT], latent)
+        run.kernel(self, "write_rows")(rows, run.step.slot_mapping[COMPONENT], latent)
         run.written.append(self.index)
         out = hidden.new_empty(hidden.shape[1], self.dims.heads, self.dims.value)
         weight = self.up_weight(hidden.dtype)
@@ -136,7 +136,7 @@ class MlaAttention:
         weight: Tensor,
     ) -> Tensor:
         query, value_up = self.absorb(q_nope, q_rope, weight)
-        out, _ = run.kernel(self.kernels, "mla_absorbed")(
+        out, _ = run.kernel(self, "mla_absorbed")(
             query,
             rows,
             group.batch,
@@ -149,12 +149,12 @@ class MlaAttention:
     def _materialised(self, run: MlaRun, group: Group, query: Tensor, rows: Tensor) -> Tensor:
         longest = max(group.batch.kv_lens, default=0)
         if longest <= self.max_rows and "mla_materialised_whole" in self.kernels:
-            whole: Tensor = run.kernel(self.kernels, "mla_materialised_whole")(
+            whole: Tensor = run.kernel(self, "mla_materialised_whole")(
                 query, rows, group.batch, self.up_project, dims=self.dims, scale=self.scale
             )
             return whole
         out: Tensor
-        out, _ = run.kernel(self.kernels, "mla_materialised")(
+        out, _ = run.kernel(self, "mla_materialised")(
             query,
             rows,
             group.batch,

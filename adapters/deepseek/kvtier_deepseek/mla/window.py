@@ -63,9 +63,7 @@ class WindowAttention:
         view = run.step.layer(self.index)
         rows = view.rows(WINDOW)
         q_nope, q_rope, latent = self.full.project(hidden, embeddings)
-        run.kernel(self.kernels, "write_window")(
-            rows, run.step.slot_mapping[WINDOW], latent, self.record
-        )
+        run.kernel(self, "write_window")(rows, run.step.slot_mapping[WINDOW], latent, self.record)
         if run.captures is not None:
             self.capture(view, run.captures)
         run.written.append(self.index)
@@ -117,12 +115,12 @@ class WindowAttention:
         }
         if weight is None:
             query = torch.cat((q_nope, q_rope), dim=-1)
-            attend = run.kernel(self.kernels, "mla_sparse_materialised")
+            attend = run.kernel(self, "mla_sparse_materialised")
             whole: Tensor
             whole, _ = attend(query, rows, run.slots, self.full.up_project, dims=d, **options)
             return whole
         query, value_up = self.full.absorb(q_nope, q_rope, weight)
-        out, _ = run.kernel(self.kernels, "mla_sparse")(
+        out, _ = run.kernel(self, "mla_sparse")(
             query, rows, run.slots, latent_dim=d.latent, **options
         )
         return torch.einsum("nhl,hvl->nhv", out, value_up)

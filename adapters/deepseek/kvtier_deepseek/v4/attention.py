@@ -108,9 +108,7 @@ class V4Attention:
         cos, sin = (each[0] for each in embeddings[m.rope_layer_type])
         residual = m.q_a_norm(m.q_a_proj(hidden))
         query = m.q_b_proj(residual).view(hidden.shape[1], -1, m.head_dim)
-        query = run.kernel(self.kernels, "head_norm_rope")(
-            query, cos, sin, eps=self.eps, dtype=query.dtype
-        )
+        query = run.kernel(self, "head_norm_rope")(query, cos, sin, eps=self.eps, dtype=query.dtype)
         self._write_window(run, view, m.kv_proj(hidden)[0], cos, sin)
         extra: Tensor | None = None
         slots: Tensor | None = None
@@ -123,7 +121,7 @@ class V4Attention:
             self._compress(run, view, C128, m.compressor, hidden)
             extra, slots = view.rows(C128.entries), run.c128_slots
         run.written.append(self.index)
-        out, _ = run.kernel(self.kernels, "sparse_attend")(
+        out, _ = run.kernel(self, "sparse_attend")(
             query,
             view.rows(WINDOW),
             run.window_slots,
@@ -134,7 +132,7 @@ class V4Attention:
             extra_slots=slots,
             workspace_bytes=self.workspace_bytes,
         )
-        out = run.kernel(self.kernels, "inverse_rope")(out, cos, sin, dtype=out.dtype)
+        out = run.kernel(self, "inverse_rope")(out, cos, sin, dtype=out.dtype)
         grouped = out.reshape(*hidden.shape[:2], self.groups, -1)
         result: Tensor = m.o_b_proj(m.o_a_proj(grouped).flatten(2))
         return result
@@ -159,7 +157,7 @@ class V4Attention:
     ) -> None:
         """What the window keeps of each token, (n, head_dim): key and value in one."""
         m: Any = self.module
-        run.kernel(self.kernels, "write_normed")(
+        run.kernel(self, "write_normed")(
             view.rows(WINDOW),
             run.step.slot_mapping[WINDOW],
             values,
@@ -200,7 +198,7 @@ class V4Attention:
             frames = [view.checkpoints(c.name) if c.checkpoint_slots else None for c in kept]
             due = {"captures": run.captures.states, "frames": frames}
         bias = compressor.position_bias[run.step.positions % stream.ratio]
-        run.kernel(self.kernels, stream.kernel)(
+        run.kernel(self, stream.kernel)(
             compressor.kv_proj(hidden)[0],
             compressor.gate_proj(hidden)[0].float() + bias.float(),
             [view.rows(c.name) for c in kept],
@@ -225,7 +223,7 @@ class V4Attention:
         indexer = m.compressor.indexer
         scorer = indexer.scorer
         record = self.records[C4_INDEX.entries]
-        query, weights = run.kernel(self.kernels, "index_query")(
+        query, weights = run.kernel(self, "index_query")(
             indexer.q_b_proj(residual).view(hidden.shape[1], -1, indexer.head_dim),
             scorer.weights_proj(hidden)[0].float()
             * (scorer.weights_scaling * scorer.softmax_scale),
@@ -233,7 +231,7 @@ class V4Attention:
             sin,
             record,
         )
-        entries = run.kernel(self.kernels, "index_topk")(
+        entries = run.kernel(self, "index_topk")(
             query,
             weights,
             view.rows(C4_INDEX.entries),
