@@ -4,6 +4,7 @@ test can say what a read must return."""
 import hashlib
 import mmap
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,6 +147,7 @@ class FaultyIO(FileIO):
     points: list[str] = field(default_factory=list)
     crash_at: tuple[str, int] | None = None
     """(point, how many times it is passed first)."""
+    _passing: threading.Lock = field(default_factory=threading.Lock)
 
     def fail(self, call: str, error: BaseException, times: int = 1) -> None:
         self.errors.setdefault(call, []).extend([error] * times)
@@ -155,13 +157,14 @@ class FaultyIO(FileIO):
             raise self.errors[call].pop(0)
 
     def point(self, name: str) -> None:
-        self.points.append(name)
-        if self.crash_at is not None and self.crash_at[0] == name:
-            left = self.crash_at[1]
-            if left == 0:
-                self.crash_at = None
-                raise Crash(name)
-            self.crash_at = (name, left - 1)
+        with self._passing:
+            self.points.append(name)
+            if self.crash_at is not None and self.crash_at[0] == name:
+                left = self.crash_at[1]
+                if left == 0:
+                    self.crash_at = None
+                    raise Crash(name)
+                self.crash_at = (name, left - 1)
 
     def open(self, path: str, flags: int) -> int:
         if flags & os.O_DIRECT:
