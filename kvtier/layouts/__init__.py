@@ -4,6 +4,7 @@ from kvtier.layouts.base import Component, Layout, Share
 from kvtier.layouts.drafts import drafts_from
 from kvtier.layouts.gqa import gqa
 from kvtier.layouts.mla import mla
+from kvtier.layouts.mla_indexed import mla_indexed
 from kvtier.layouts.retile import retile, retile_pages
 from kvtier.layouts.swa_c4_c128 import swa_c4_c128
 
@@ -14,6 +15,7 @@ __all__ = [
     "drafts_from",
     "gqa",
     "mla",
+    "mla_indexed",
     "retile",
     "retile_pages",
     "swa_c4_c128",

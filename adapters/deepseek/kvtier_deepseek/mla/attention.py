@@ -98,12 +98,19 @@ class MlaAttention:
         if whole := self.kernels.get("mla_materialised_whole"):
             whole.run(query, rows, batch, up, dims=d, scale=self.scale)
 
-    def project(self, hidden: Tensor, embeddings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, hidden: Tensor, embeddings: Any, query_latent: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries without and with position, (n, heads, nope) and (n, heads, rope), and the rows
-        to be cached, (n, latent + rope), by the module's own submodules."""
+        to be cached, (n, latent + rope), by the module's own submodules.
+
+        ``query_latent`` is what queries are projected up from, where the caller has it already.
+        """
         m: Any = self.module
         d, n = self.dims, hidden.shape[1]
-        if m.q_proj is not None:
+        if query_latent is not None:
+            query = m.q_b_proj(query_latent)
+        elif m.q_proj is not None:
             query = m.q_proj(hidden)
         else:
             query = m.q_b_proj(m.q_a_layernorm(m.q_a_proj(hidden)))
