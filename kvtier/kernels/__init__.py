@@ -31,6 +31,7 @@ from kvtier.kernels.slots import (
     closed_entries,
     entry_slots,
     token_positions,
+    token_slots,
     window_slots,
 )
 from kvtier.kernels.sparse import apply_sink, sparse_attend
@@ -74,6 +75,7 @@ __all__ = [
     "sparse_attend",
     "table",
     "token_positions",
+    "token_slots",
     "window_slots",
     "workspace_rows",
     "write_normed",

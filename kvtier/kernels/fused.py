@@ -94,8 +94,9 @@ def index_query(
     """Indexer queries (n, heads, dim) and weights (n, heads) as ``index_topk`` takes them beside
     keys of ``record``.
 
-    Rotated; beside packed keys then quantised, weights and all, as ``quantise_query`` does; beside
-    plain rows rounded once to the query's type, and the weights stay as they are.
+    Rotated, unless ``cos`` and ``sin`` have no pairs: then they come rotated.  Beside packed keys
+    then quantised, weights and all, as ``quantise_query`` does; beside plain rows rounded once to
+    the query's type, and the weights stay as they are.
     """
     turned = rope(query, cos, sin)
     if record.pack is None:

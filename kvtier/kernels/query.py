@@ -34,8 +34,10 @@ def rms_norm(values: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
 
 
 def rope(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``values`` (n, dim) or (n, heads, dim) with the last values of each rotated."""
+    """``values`` (n, dim) or (n, heads, dim) with the last values of each rotated, if any."""
     exact = _exact(values)
+    if not cos.shape[-1]:
+        return exact
     cos, sin = cos.to(exact.dtype), sin.to(exact.dtype)
     if values.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]

@@ -18,6 +18,7 @@ __all__ = [
     "closed_entries",
     "entry_slots",
     "token_positions",
+    "token_slots",
     "window_slots",
 ]
 
@@ -55,11 +56,13 @@ def c4_slots(entries: Tensor, batch: PagedBatch, sequences: Tensor | None = None
 
     ``sequences`` (n,) are those of ``token_positions``, for callers that have them already.
     """
-    if sequences is None:
-        sequences, _ = token_positions(batch)
-    return _table_slots(
-        batch.block_table, sequences, entries.to(torch.int64), batch.page_tokens // 4, entries >= 0
-    )
+    return _chosen_slots(entries, batch, sequences, ratio=4)
+
+
+def token_slots(positions: Tensor, batch: PagedBatch, sequences: Tensor | None = None) -> Tensor:
+    """Slots (n, k) int32 of the tokens at ``positions`` (n, k) of each query's own sequence, where
+    every token has one; -1 stays -1.  ``sequences`` as for ``c4_slots``."""
+    return _chosen_slots(positions, batch, sequences, ratio=1)
 
 
 def c128_slots(batch: PagedBatch) -> Tensor:
@@ -90,6 +93,16 @@ def token_positions(batch: PagedBatch) -> tuple[Tensor, Tensor]:
     sequences = torch.repeat_interleave(query, output_size=n)
     tokens = torch.arange(n, device=offsets.device)
     return sequences, tokens + (stops - query - offsets[:-1])[sequences]
+
+
+def _chosen_slots(
+    entries: Tensor, batch: PagedBatch, sequences: Tensor | None, ratio: int
+) -> Tensor:
+    if sequences is None:
+        sequences, _ = token_positions(batch)
+    per_page = batch.page_tokens // ratio
+    numbers = entries.to(torch.int64)
+    return _table_slots(batch.block_table, sequences, numbers, per_page, entries >= 0)
 
 
 def _table_slots(

@@ -120,7 +120,8 @@ def _turn_heads(
     x = widened(tl.load(values + token * token_stride + head * head_stride + at))
     if NORM:
         x = over_root_mean_square(x, eps)
-    x = rotated(x, cos + token * turn_stride, sin + token * turn_stride, PAIRS, INVERSE)
+    if PAIRS > 0:
+        x = rotated(x, cos + token * turn_stride, sin + token * turn_stride, PAIRS, INVERSE)
     row = token * tl.num_programs(1) + head
     tl.store(out + row * DIM + at, cast(x, out.dtype.element_ty))
 
@@ -133,7 +134,8 @@ def _quantise(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, DIM)
     x = widened(tl.load(query + token * token_stride + head * head_stride + at))
-    x = rotated(x, cos + token * turn_stride, sin + token * turn_stride, PAIRS, False)
+    if PAIRS > 0:
+        x = rotated(x, cos + token * turn_stride, sin + token * turn_stride, PAIRS, False)
     code, exponents = quantised(x, DIM)
     row = token * tl.num_programs(1) + head
     tl.store(codes + row * DIM + at, tl.reshape(code, (DIM,)).to(tl.uint8))

@@ -190,6 +190,10 @@ def check_query(
     options: list[dict[str, Any]] = [{}, {"dtype": dtype}]
     if reference is index_query:
         options = [{"record": RECORDS[record]}]
+        none = tuple(turn[:, :0] for turn in rotation)
+        plain = index_query(query, weights, *none, RECORDS[record])
+        got = run(*(t.to(device) for t in (query, weights, *none)), RECORDS[record])
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, plain, strict=True))
     for each in options:
         if reference is head_norm_rope:
             each["eps"] = 1e-6
