@@ -4,7 +4,7 @@
     with Cache(layout, config, model="name@revision") as cache, attach(model, cache) as adapter:
         ...
 
-Supports V2-Lite, V2, V3 and V4; a model it does not know is refused by name.
+Supports V2-Lite, V2, V3, V3.2 and V4; a model it does not know is refused by name.
 """
 
 from kvtier_deepseek.attach import Adapter, StepReport, attach, backends

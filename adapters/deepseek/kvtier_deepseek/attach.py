@@ -29,6 +29,8 @@ from kvtier_deepseek.metadata import DeviceStepLike, StepLike
 from kvtier_deepseek.mla.family import mla_family
 from kvtier_deepseek.v4.family import v4_family
 from kvtier_deepseek.v4.structure import looks_like_v4
+from kvtier_deepseek.v32.family import v32_family
+from kvtier_deepseek.v32.structure import looks_like_v32
 
 if TYPE_CHECKING:
     from kvtier import Cache
@@ -69,18 +71,22 @@ def attach(
     All layers or none; other models in the process are untouched; ``state_dict`` keys do not
     change.  ``workspace_bytes`` bounds the scratch of attention.  V2 and V3 have two forms of it:
     sequences with at most ``max_absorbed`` new tokens take the absorbed one (default: where the
-    operation counts meet); V4 has one, and takes no limit.  ``draft`` keeps rows in the cache as
-    the model does, in every step; without one draft layers are filled with zeros.
-    Raises UnsupportedModel naming what is
-    missing, LayoutMismatch naming the field in which the cache's layout is not this model's,
-    ConfigError for a backend, workspace or limit that cannot work.
+    operation counts meet); V3.2 and V4 have one, and take no limit.  ``draft`` keeps rows in the
+    cache as the model does, in every step; without one draft layers are filled with zeros.
+    Raises UnsupportedModel naming what is missing, LayoutMismatch naming the field in which the
+    cache's layout is not this model's, ConfigError for a backend, workspace or limit that cannot
+    work.
     """
     _check_model(model)
     for name, module in model.named_modules():
         if isinstance(vars(module).get("forward"), _Override):
             raise KVTierError(f"{name} is attached to a cache already; detach that adapter first")
-    make = v4_family if looks_like_v4(model) else mla_family
-    family: Family = make(
+    make: Callable[..., Family] = mla_family
+    if looks_like_v4(model):
+        make = v4_family
+    elif looks_like_v32(model):
+        make = v32_family
+    family = make(
         model,
         cache.layout,
         backend=backend,

@@ -1,6 +1,7 @@
 """From a Hugging Face configuration to the layout of its cache.
 
-Picks the architecture; what its fields mean is read in ``mla.config`` and ``v4.config``.
+Picks the architecture; what its fields mean is read in ``mla.config``, ``v32.config`` and
+``v4.config``.
 """
 
 from typing import Any
@@ -11,10 +12,11 @@ from kvtier.layouts import Layout
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.mla import config as mla_config
 from kvtier_deepseek.v4 import config as v4_config
+from kvtier_deepseek.v32 import config as v32_config
 
 __all__ = ["layout_for"]
 
-MODEL_TYPES = (*mla_config.MODEL_TYPES, *v4_config.MODEL_TYPES)
+MODEL_TYPES = (*mla_config.MODEL_TYPES, *v32_config.MODEL_TYPES, *v4_config.MODEL_TYPES)
 
 
 def layout_for(
@@ -29,13 +31,14 @@ def layout_for(
     draft: str | None = None,
     max_draft: int = 0,
 ) -> Layout:
-    """Layout of a DeepSeek-V2-Lite, V2, V3 or V4 model's cache, from its configuration.
+    """Layout of a DeepSeek-V2-Lite, V2, V3, V3.2 or V4 model's cache, from its configuration.
 
     V2 and V3: ``record`` is "dense" (plain values, the default), ``dtype`` is that of the values
     (default: the configuration's own, or bfloat16 where it has none).  Their layers may have a
     window (MLA_SWA), by ``window_attn_skip_freq``, a list with 1 for each that has and 0 for each
     that has not, or by ``layer_types``: these keep their rows as ``window_record`` says, "fp8"
-    (656 bytes, the default) or "dense".  V4, in the schema of the
+    (656 bytes, the default) or "dense".  V3.2: ``record`` is "dense" (the default) or "fp8" (656
+    bytes), ``index_record`` "fp8" (132 bytes, the default) or "dense".  V4, in the schema of the
     released checkpoints or in HF's: ``record`` is "fp8" (584 bytes, the default) or "fp32",
     ``index_record`` "fp8" (the default), "mxfp4" or "fp32", ``tail`` "minimal" (the default) or
     "seed".  ``page_tokens`` defaults to 64, for V4 to 256.  ``draft`` adds the layers of a draft
@@ -55,6 +58,19 @@ def layout_for(
             index_record=index_record,
             page_tokens=page_tokens,
             tail=tail,
+            draft=draft,
+            max_draft=max_draft,
+        )
+    if model_type in v32_config.MODEL_TYPES:
+        for name, value in (("tail", tail), ("window_record", window_record)):
+            if value is not None:
+                raise UnsupportedModel(f"{name} {value!r}: {model_type} has none")
+        return v32_config.layout_for(
+            config,
+            record=record,
+            index_record=index_record,
+            page_tokens=page_tokens,
+            dtype=dtype,
             draft=draft,
             max_draft=max_draft,
         )

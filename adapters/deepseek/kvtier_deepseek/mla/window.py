@@ -8,6 +8,7 @@ full layers.  No result's shape depends on data, so a decode step may be capture
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvtier.kernels import Kernel, Record, window_slots
 from kvtier.layouts import Component, Layout
 from kvtier_deepseek.metadata import TailDeviceStepLike, TailRows, TailStepLike, upload
 from kvtier_deepseek.mla.attention import MlaAttention, MlaRun
+from kvtier_deepseek.mla.listed import attend_listed
 
 __all__ = ["FORMATS", "WINDOW", "WindowAttention", "WindowRun", "captures_of", "window_run"]
 
@@ -67,7 +69,8 @@ class WindowAttention:
         if run.captures is not None:
             self.capture(view, run.captures)
         run.written.append(self.index)
-        out = self._attend(run, q_nope, q_rope, rows)
+        kernel = partial(run.kernel, self)
+        out = attend_listed(self.full, kernel, q_nope, q_rope, rows, run.slots, self.record)
         result: Tensor = cast(Any, self.module).o_proj(out.flatten(1)[None])
         return result
 
@@ -103,27 +106,6 @@ class WindowAttention:
                 record=self.record,
                 workspace_bytes=workspace,
             )
-
-    def _attend(self, run: WindowRun, q_nope: Tensor, q_rope: Tensor, rows: Tensor) -> Tensor:
-        """(tokens, heads, value)"""
-        d = self.full.dims
-        weight = self.full.up_weight(q_nope.dtype)
-        options: dict[str, Any] = {
-            "scale": self.full.scale,
-            "record": self.record,
-            "workspace_bytes": self.full.workspace_bytes,
-        }
-        if weight is None:
-            query = torch.cat((q_nope, q_rope), dim=-1)
-            attend = run.kernel(self, "mla_sparse_materialised")
-            whole: Tensor
-            whole, _ = attend(query, rows, run.slots, self.full.up_project, dims=d, **options)
-            return whole
-        query, value_up = self.full.absorb(q_nope, q_rope, weight)
-        out, _ = run.kernel(self, "mla_sparse")(
-            query, rows, run.slots, latent_dim=d.latent, **options
-        )
-        return torch.einsum("nhl,hvl->nhv", out, value_up)
 
 
 def window_run(
