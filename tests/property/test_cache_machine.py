@@ -3,14 +3,17 @@ every byte a lease may read was written for exactly its tokens, whatever happens
 
 A row holds a digest of all tokens up to its own, of the tenant and of the weights' epoch, so any
 row of anything else is seen.  Free frames and slots behind a lease's last token are poisoned after
-every rule.  After each rule the data plane's own threads are waited for, while ops that a ``Fate``
-holds back stay held: so the same choices lead to the same state.
+every rule.  The data plane's own threads move the bytes, but the ends of its ops are told by the
+test's thread, in order, and time passes only where a rule says so: the same choices lead to the
+same state.
 """
 
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import product
 from typing import Any
@@ -124,13 +127,64 @@ class WatchedStore(MemoryStore):
         return self._kept[keys[index % len(keys)]].record if keys else None
 
 
+class InOrder:
+    """A ``DeviceTransfer`` whose completions wait until ``tell``, which calls them one by one in
+    the order in which the ops were started."""
+
+    def __init__(self, inner: DeviceTransfer) -> None:
+        self.inner = inner
+        self.pool, self.host, self.fence = inner.pool, inner.host, inner.fence
+        self._started = 0
+        self._told: list[tuple[tuple[int, int], Callable[[], None]]] = []
+        self._changed = threading.Condition()
+
+    def start(self, op: kvtier.Op, *, packed: Any, done: Any) -> None:
+        if op.kind in (OpKind.COPY, OpKind.CLEAR):
+            self.inner.start(op, packed=packed, done=done)
+            return
+        if op.kind is OpKind.PACK or any(Tier.DISK in (p.source, p.target) for p in op.parts):
+            self.wait()  # whether staging has room, and whom a fault of the store hits
+        self._started += 1
+        number = self._started
+        self.inner.start(
+            op,
+            packed=lambda: self._note((number, 0), packed),
+            done=lambda *end: self._note((number, 1), partial(done, *end)),
+        )
+
+    def _note(self, turn: tuple[int, int], call: Callable[[], None]) -> None:
+        with self._changed:
+            self._told.append((turn, call))
+
+    def wait(self) -> None:
+        """Until the threads have done all they were given."""
+        deadline = time.monotonic() + 60
+        while self.inner._open_ops:
+            assert time.monotonic() < deadline, "an op does not end"
+            time.sleep(0.0001)
+
+    def tell(self) -> bool:
+        """Whether there was something to tell."""
+        self.wait()
+        with self._changed:
+            told, self._told = sorted(self._told, key=lambda each: each[0]), []
+        for _, call in told:
+            call()
+        return bool(told)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
 class Plane(FaultyTransfer):
     """Takes each op's fate from a queue, and counts them."""
+
+    inner: InOrder  # type: ignore[assignment]
 
     def __init__(
         self, inner: DeviceTransfer, fates: deque[Fate], store: WatchedStore | None
     ) -> None:
-        super().__init__(inner, self._next())
+        super().__init__(InOrder(inner), self._next())  # type: ignore[arg-type]
         self._queue = fates
         self._store = store
         self._op: kvtier.Op | None = None
@@ -138,6 +192,12 @@ class Plane(FaultyTransfer):
     def start(self, op: kvtier.Op, *, packed: Any, done: Any) -> None:
         self._op = op  # ops are started one at a time
         super().start(op, packed=packed, done=done)
+
+    def drain(self, timeout_s: float = 30.0) -> None:
+        while self._open_ops:
+            self.tick()
+            while self.inner.tell():
+                pass
 
     def _next(self) -> Iterator[Fate]:
         while True:
@@ -155,6 +215,16 @@ class Plane(FaultyTransfer):
             REACHED["reported late"] += bool(fate.report_after)
             REACHED["cut short"] += fate.deliver is not None
             yield fate
+
+
+class Silent:
+    """An alarm that never rings: ``lose_patience`` does."""
+
+    def set(self, when: float) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
 
 
 @dataclass(eq=False)
@@ -216,7 +286,7 @@ class CacheMachine(RuleBasedStateMachine):
             max_leases=5,
             staging_bytes=max(staging, self.layout.tail_frames(9)) * frame,
             on_full="wait" if wait else "skip",
-            wait_s=5.0,
+            wait_s=60.0,
             eviction=eviction,
             checkpoints=kvtier.Dense() if dense else kvtier.Sparse(every_pages=2),
             io_threads=1,
@@ -225,6 +295,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.fates: deque[Fate] = deque()
         self.epoch = 0
         self.fresh = 100
+        self.now = 0.0
         self.known: list[tuple[Identity, tuple[int, ...]]] = []
         self.open()
 
@@ -239,17 +310,17 @@ class CacheMachine(RuleBasedStateMachine):
             self.layout, self.config, model="m", transfer=self.transfer, stores=stores
         )
         self.core, self.pool, self.host = self.cache._core, inner.pool, inner.host
+        deadlines = self.cache._pump.deadlines
+        deadlines.clock, deadlines.alarm = lambda: self.now, Silent()  # type: ignore[assignment]
         self.held: list[Held] = []
         self.stepping = False
         self.pins: list[kvtier.Pin] = []
         self.prefetches: list[Any] = []
 
     def settle(self) -> None:
-        """Wait for the data plane's threads; what is held back stays so."""
-        deadline = time.monotonic() + 20
-        while self.transfer.inner._open_ops:
-            assert time.monotonic() < deadline, "an op does not end"
-            time.sleep(0.0001)
+        """Let everything end that is under way; what is held back stays so."""
+        while self.transfer.inner.tell():
+            pass
 
     # ------------------------------------------------------------------ what happens to ops
     @rule(
@@ -265,8 +336,9 @@ class CacheMachine(RuleBasedStateMachine):
             Fate(start_after=late, report_after=report, deliver=deliver, torn=torn, error=failed)
         )
 
-    @rule()
-    def tick(self) -> None:
+    @rule(seconds=st.sampled_from([0.0, 0.0, 0.5, 2.0]))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
         self.transfer.tick()
 
     @rule()
@@ -790,7 +862,7 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.cache.close(drain=drain)
         assert all(future.done() for future in (*waiting, *self.prefetches))
-        for thread in self.transfer.inner._threads:
+        for thread in self.transfer.inner.inner._threads:
             assert not thread.is_alive()
 
     # ------------------------------------------------------------------ always
@@ -892,7 +964,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check()
         assert all(future.done() for future in self.prefetches)
         with self.cache.lease([1]) as lease:  # nothing leaked: the whole device fits one lease
-            lease.ready.result(timeout=20)
+            self.settle()
+            assert lease.ready.done()
             lease.reserve(self.geometry.gpu_pages * PAGE)
         self.held = []
         self.end(drain=True)
