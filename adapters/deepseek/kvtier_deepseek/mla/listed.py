@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 
 from kvtier.kernels import Record
-from kvtier_deepseek.mla.attention import MlaAttention
+from kvtier_deepseek.mla.projections import Projections
 
 __all__ = ["attend_listed"]
 
 
 def attend_listed(
-    full: MlaAttention,
+    projections: Projections,
     kernel: Callable[[str], Callable[..., Any]],
     q_nope: Tensor,
     q_rope: Tensor,
     rows: Tensor,
     slots: Tensor,
     record: Record,
+    workspace_bytes: int | str,
 ) -> Tensor:
     """Values (tokens, heads, value) of queries (tokens, heads, nope) and (tokens, heads, rope).
 
@@ -28,18 +29,20 @@ def attend_listed(
     call for "mla_sparse", or "mla_sparse_materialised" where the up-projection cannot be absorbed.
     """
     options: dict[str, Any] = {
-        "scale": full.scale,
+        "scale": projections.scale,
         "record": record,
-        "workspace_bytes": full.workspace_bytes,
+        "workspace_bytes": workspace_bytes,
     }
-    weight = full.up_weight(q_nope.dtype)
+    weight = projections.up_weight(q_nope.dtype)
     if weight is None:
         query = torch.cat((q_nope, q_rope), dim=-1)
         attend = kernel("mla_sparse_materialised")
         whole: Tensor
-        whole, _ = attend(query, rows, slots, full.up_project, dims=full.dims, **options)
+        whole, _ = attend(
+            query, rows, slots, projections.up_project, dims=projections.dims, **options
+        )
         return whole
-    query, value_up = full.absorb(q_nope, q_rope, weight)
+    query, value_up = projections.absorb(q_nope, q_rope, weight)
     attend = kernel("mla_sparse")
-    out, _ = attend(query, rows, slots, latent_dim=full.dims.latent, **options)
+    out, _ = attend(query, rows, slots, latent_dim=projections.dims.latent, **options)
     return torch.einsum("nhl,hvl->nhv", out, value_up)

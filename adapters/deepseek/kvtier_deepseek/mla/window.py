@@ -69,8 +69,16 @@ class WindowAttention:
         if run.captures is not None:
             self.capture(view, run.captures)
         run.written.append(self.index)
-        kernel = partial(run.kernel, self)
-        out = attend_listed(self.full, kernel, q_nope, q_rope, rows, run.slots, self.record)
+        out = attend_listed(
+            self.full,
+            partial(run.kernel, self),
+            q_nope,
+            q_rope,
+            rows,
+            run.slots,
+            self.record,
+            self.full.workspace_bytes,
+        )
         result: Tensor = cast(Any, self.module).o_proj(out.flatten(1)[None])
         return result
 

@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvtier.kernels import Kernel, PagedBatch, Record, token_slots
 from kvtier_deepseek.family import Run
-from kvtier_deepseek.mla.attention import MlaAttention
 from kvtier_deepseek.mla.listed import attend_listed
+from kvtier_deepseek.mla.projections import Projections
 from kvtier_deepseek.mla.structure import Rotation
 
 __all__ = ["INDEX", "LATENT", "V32Attention", "V32Run"]
@@ -40,25 +40,14 @@ class V32Run(Run):
 
 
 @dataclass(frozen=True, slots=True)
-class V32Attention:
-    """Attention of one module; ``full`` is what it would be without an index."""
+class V32Attention(Projections):
+    """Attention of one module to what its index picks."""
 
-    full: MlaAttention
     index_rotation: Rotation
+    kernels: Mapping[str, Kernel]
     records: Mapping[str, Record]
     """Of each component."""
-
-    @property
-    def module(self) -> nn.Module:
-        return self.full.module
-
-    @property
-    def index(self) -> int:
-        return self.full.index
-
-    @property
-    def kernels(self) -> Mapping[str, Kernel]:
-        return self.full.kernels
+    workspace_bytes: int | str
 
     def __call__(self, run: V32Run, hidden: Tensor, embeddings: Any) -> Tensor:
         """Attention output (1, tokens, hidden) for the step's packed tokens."""
@@ -66,7 +55,7 @@ class V32Attention:
         m: Any = self.module
         view = run.step.layer(self.index)
         query_latent = m.q_a_layernorm(m.q_a_proj(hidden))
-        q_nope, q_rope, latent = self.full.project(hidden, embeddings, query_latent)
+        q_nope, q_rope, latent = self.project(hidden, embeddings, query_latent)
         query, key = self.project_index(hidden, embeddings, query_latent)
         for component, values in ((LATENT, latent), (INDEX, key)):
             run.kernel(self, f"write_{component}")(
@@ -78,13 +67,14 @@ class V32Attention:
         run.written.append(self.index)
         slots = self._select(run, hidden, query, view.rows(INDEX))
         out = attend_listed(
-            self.full,
+            self,
             partial(run.kernel, self),
             q_nope,
             q_rope,
             view.rows(LATENT),
             slots,
             self.records[LATENT],
+            self.workspace_bytes,
         )
         result: Tensor = m.o_proj(out.flatten(1)[None])
         return result
@@ -122,7 +112,7 @@ class V32Attention:
             ratio=1,
             topk=indexer.index_topk,
             record=record,
-            workspace_bytes=self.full.workspace_bytes,
+            workspace_bytes=self.workspace_bytes,
         )
         # Lists ascend, so none goes further than there are tokens.
         chosen = chosen[:, : max(run.batch.kv_lens, default=0)]

@@ -14,7 +14,6 @@ from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.metadata import DeviceStepLike, RowLens, StepLike, row_lens, validate_step
 from kvtier_deepseek.mla import structure as mla_structure
-from kvtier_deepseek.mla.attention import MlaAttention
 from kvtier_deepseek.v32.attention import INDEX, LATENT, V32Attention, V32Run
 from kvtier_deepseek.v32.config import Attention, attention_of
 from kvtier_deepseek.v32.scratch import Scratch
@@ -47,7 +46,7 @@ class V32Family:
     @property
     def decoding(self) -> Mapping[str, Kernel]:
         for layer in self._layers:
-            if not layer.full.absorbs:
+            if not layer.absorbs:
                 raise ConfigError(f"layer {layer.index}: its kv_b_proj cannot be absorbed")
         kernels = self._layers[0].kernels
         return {name: kernel for name, kernel in kernels.items() if name != MATERIALISED}
@@ -76,7 +75,7 @@ class V32Family:
         length = m.indexer.index_topk + 1
         scratch = Scratch(self._layout, weight.device, length)
         hidden = weight.new_zeros(1, 1, weight.shape[1])
-        turns = weight.new_zeros(1, 1, layer.full.dims.rope)
+        turns = weight.new_zeros(1, 1, layer.dims.rope)
         layer(self._run(scratch, ((1,), (length,))), hidden, (turns, turns))
 
     def _run(self, device: DeviceStepLike, lens: RowLens) -> V32Run:
@@ -127,17 +126,14 @@ def v32_family(
         layout,
         [
             V32Attention(
-                MlaAttention(
-                    layer.module,
-                    layer.index,
-                    latent_rotation,
-                    wanted.heads,
-                    kernels,
-                    0,
-                    workspace_bytes,
-                ),
-                index_rotation,
-                records,
+                module=layer.module,
+                index=layer.index,
+                rotation=latent_rotation,
+                dims=wanted.heads,
+                index_rotation=index_rotation,
+                kernels=kernels,
+                records=records,
+                workspace_bytes=workspace_bytes,
             )
             for layer in layers
         ],
