@@ -93,7 +93,7 @@ def test_rope_order_changes_the_fingerprint() -> None:
     ("field", "value"),
     [
         ("model_type", "llama"),
-        ("model_type", "deepseek_v32"),
+        ("model_type", "deepseek_v33"),
         ("model_type", None),
         ("kv_lora_rank", None),
         ("kv_lora_rank", 0),

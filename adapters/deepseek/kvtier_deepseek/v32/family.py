@@ -8,7 +8,16 @@ import torch
 from torch import nn
 
 from kvtier import ConfigError, LayoutMismatch
-from kvtier.kernels import RECORDS, Case, Kernel, PagedBatch, Record, select_all, token_positions
+from kvtier.kernels import (
+    RECORDS,
+    Case,
+    Kernel,
+    PagedBatch,
+    Record,
+    mla_sparse,
+    select_all,
+    token_positions,
+)
 from kvtier.layouts import Layout
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.errors import UnsupportedModel
@@ -122,6 +131,7 @@ def v32_family(
     }
     device = next(model.parameters()).device.type
     kernels = select_all(_cases(wanted, records, dtype, device), backend=backend)
+    _check_workspace(workspace_bytes)
     return V32Family(
         layout,
         [
@@ -181,3 +191,17 @@ def _cases(
         SPARSE: Case(SPARSE, latent.name, (width, d.latent), dtype, device),
         MATERIALISED: Case(MATERIALISED, latent.name, whole, dtype, device),
     }
+
+
+def _check_workspace(workspace_bytes: int | str) -> None:
+    """A size that is none is refused here, by a call for no token, not in the first step."""
+    nothing = torch.empty(0, 1, 1)
+    mla_sparse(
+        nothing,
+        nothing[:, 0],
+        torch.empty(0, 1, dtype=torch.int32),
+        latent_dim=1,
+        scale=1.0,
+        record=RECORDS["dense"],
+        workspace_bytes=workspace_bytes,
+    )
