@@ -6,6 +6,8 @@ The references in plain torch are public: they say what every other backend must
 from kvtier.kernels.compress import ClosedEntries, compress
 from kvtier.kernels.fused import compress_write, index_query, write_normed
 from kvtier.kernels.index import index_topk
+from kvtier.kernels.kernel import Case, Kernel
+from kvtier.kernels.measured import Load
 from kvtier.kernels.mla import (
     HeadDims,
     PagedBatch,
@@ -35,7 +37,7 @@ from kvtier.kernels.slots import (
     window_slots,
 )
 from kvtier.kernels.sparse import apply_sink, sparse_attend
-from kvtier.kernels.table import OPERATIONS, Case, Kernel, select, select_all, table
+from kvtier.kernels.table import OPERATIONS, choices, select, select_all, table
 
 __all__ = [
     "OPERATIONS",
@@ -44,6 +46,7 @@ __all__ = [
     "ClosedEntries",
     "HeadDims",
     "Kernel",
+    "Load",
     "PagedBatch",
     "Record",
     "absorbed",
@@ -51,6 +54,7 @@ __all__ = [
     "attend",
     "c4_slots",
     "c128_slots",
+    "choices",
     "closed_entries",
     "compress",
     "compress_write",

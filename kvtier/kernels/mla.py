@@ -36,7 +36,7 @@ QUERY_BLOCK = 256
 """Queries the materialised form scores at a time, for the same reason."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class PagedBatch:
     """Sequences of one call: their queries, packed one after the other, and their pages.
 

@@ -3,26 +3,41 @@
 A row names an operation, the record format its rows have, dimensions, element types and devices.
 What no row names raises; nothing picks "the closest" kernel.  The ``torch`` rows are the reference
 and take any dimensions.
+
+Where several rows list a case, the first that is available is taken, unless times measured on this
+very device (``measured``) say which is the fastest of a load.  A row that is taken ``by_name`` only
+is passed over, unless its results were checked when it was timed.
 """
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.kernels import fused, mla, pack, query, records, reference
+from kvtier.kernels import (
+    flashinfer,
+    flashmla,
+    fused,
+    measured,
+    mla,
+    pack,
+    query,
+    records,
+    reference,
+)
 from kvtier.kernels.compress import compress
 from kvtier.kernels.index import index_topk
+from kvtier.kernels.kernel import Case, Dims, Kernel
 from kvtier.kernels.mla_sparse import mla_sparse, mla_sparse_materialised
 from kvtier.kernels.sparse import sparse_attend
 
-__all__ = ["OPERATIONS", "Case", "Kernel", "select", "select_all", "table"]
-
-Dims = tuple[int, ...]
+__all__ = ["OPERATIONS", "choices", "select", "select_all", "table"]
 
 OPERATIONS = (
     "write_rows",
@@ -47,36 +62,6 @@ no log-sum-exp is asked of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What a kernel is wanted for."""
-
-    operation: str
-    record: str
-    """Format of a row: "dense" (plain values of one element type), or another of ``RECORDS``."""
-    dims: Dims
-    """Key and value width of attention; row width of a writer, compressor, indexer, of a query's
-    head, or where keys are their own values."""
-    dtype: torch.dtype
-    """Of queries and of values to write, whatever they are packed into; uint8: e4m3 codes."""
-    device: str
-    """Device type: "cpu", "cuda"."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.operation}(record={self.record!r}, dims={self.dims}, dtype={self.dtype}, "
-            f"device={self.device!r})"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A row's answer: which backend, and what to call."""
-
-    backend: str
-    run: Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
 class _Row:
     operation: str
     record: str
@@ -87,6 +72,13 @@ class _Row:
     """None: any."""
     dtypes: frozenset[torch.dtype]
     devices: frozenset[str]
+    by_name: bool = False
+    """Taken only where it is asked for, or was found right and fastest on this device: a row that
+    has not been measured, or that another library brings."""
+    page_tokens: int = 1
+    captures: bool = True
+    missing: Callable[[], str] | None = None
+    """Why it cannot run here, empty if it can; None: as the backend's others."""
 
     def lists(self, case: Case) -> bool:
         return (
@@ -111,6 +103,7 @@ _WHOLE = frozenset({(192, 128)})
 _V4_ROWS = frozenset({(128,), (512,)})
 """An indexer's key; an entry, or what a window keeps of a token."""
 
+_V4_HEADS = frozenset({(512,)})
 _PLAIN_ROWS = _V4_ROWS | {(576,)}
 """What plain rows may be written as records."""
 
@@ -146,8 +139,6 @@ _ROWS: tuple[_Row, ...] = (
         _CUDA,
     ),
     _Row("write_rows", _DENSE, "torch", reference.write_rows, None, _FLOATS, _ANY),
-    _Row("mla_absorbed", _DENSE, "flashmla", None, _ABSORBED, _HALVES, _CUDA),
-    _Row("mla_absorbed", _DENSE, "flashinfer", None, _ABSORBED, _HALVES, _CUDA),
     _Row(
         "mla_absorbed",
         _DENSE,
@@ -157,8 +148,31 @@ _ROWS: tuple[_Row, ...] = (
         _HALVES,
         _CUDA,
     ),
+    _Row(
+        "mla_absorbed",
+        _DENSE,
+        "flashmla",
+        flashmla.absorbed,
+        _ABSORBED,
+        _HALVES,
+        _CUDA,
+        by_name=True,
+        page_tokens=flashmla.PAGE_TOKENS,
+        missing=partial(flashmla.missing, "dense_decode_fwd"),
+    ),
+    _Row(
+        "mla_absorbed",
+        _DENSE,
+        "flashinfer",
+        flashinfer.absorbed,
+        _ABSORBED,
+        _HALVES,
+        _CUDA,
+        by_name=True,
+        captures=False,
+        missing=flashinfer.missing,
+    ),
     _Row("mla_absorbed", _DENSE, "torch", mla.absorbed, None, _FLOATS, _ANY),
-    _Row("mla_materialised", _DENSE, "flashinfer", None, _WHOLE, _HALVES, _CUDA),
     _Row("mla_materialised", _DENSE, "triton", None, _WHOLE, _HALVES, _CUDA),
     _Row("mla_materialised", _DENSE, "torch", mla.materialised, None, _FLOATS, _ANY),
     _Row("mla_materialised_whole", _DENSE, "sdpa", mla.materialised_sdpa, None, _FLOATS, _ANY),
@@ -219,6 +233,24 @@ _ROWS: tuple[_Row, ...] = (
             _CUDA,
         )
         for record, dtypes in zip(_LATENT_RECORDS, (_HALVES, _BF16), strict=True)
+    ),
+    *(
+        _Row(
+            operation,
+            record,
+            "flashmla",
+            run,
+            dims,
+            _BF16,
+            _CUDA,
+            by_name=True,
+            missing=partial(flashmla.missing, call),
+        )
+        for operation, record, run, dims, call in (
+            ("mla_sparse", _DENSE, flashmla.mla_sparse, _ABSORBED, "sparse_prefill_fwd"),
+            ("mla_sparse", "mla_fp8", flashmla.mla_sparse, _ABSORBED, "sparse_decode_fwd"),
+            ("sparse_attend", "v4_fp8", flashmla.sparse_attend, _V4_HEADS, "sparse_decode_fwd"),
+        )
     ),
     *(
         _Row("mla_sparse", record, "torch", mla_sparse, dims, _FLOATS, _ANY)
@@ -283,24 +315,27 @@ def table() -> list[dict[str, str]]:
 def select(case: Case, *, backend: str = "auto") -> Kernel:
     """The kernel for a case: the first available row that lists it, or the named backend's.
 
-    Raises ConfigError where no row lists the case, and where the named backend lists it but is not
+    With "auto" the kernel's ``for_load`` may answer another one, by measured times.  Raises
+    ConfigError where no row lists the case, and where the named backend lists it but is not
     available here; never falls back from a backend that was asked for.
     """
     if case.operation not in OPERATIONS:
         raise ConfigError(f"unknown operation {case.operation!r}; there are {OPERATIONS}")
     listed = [row for row in _ROWS if row.lists(case)]
-    if backend != "auto":
-        listed = [row for row in listed if row.backend == backend]
-        if not listed:
-            known = sorted({row.backend for row in _ROWS})
-            what = "does not list" if backend in known else f"is unknown ({known}), so not for"
-            raise ConfigError(f"backend {backend!r} {what} {case}")
-    for row in listed:
-        if row.run is not None and not _missing(row):
-            return Kernel(row.backend, row.run)
-    if listed:
-        raise ConfigError(f"backend {backend!r} for {case}: {_missing(listed[0])}")
-    raise ConfigError(f"no backend lists {case}")
+    if backend == "auto":
+        if able := _automatic(case):
+            return _kernel(case, able)
+        if listed:
+            raise ConfigError(f"no backend for {case}: {_missing(listed[0])}")
+        raise ConfigError(f"no backend lists {case}")
+    listed = [row for row in listed if row.backend == backend]
+    if not listed:
+        known = sorted({row.backend for row in _ROWS})
+        what = "does not list" if backend in known else f"is unknown ({known}), so not for"
+        raise ConfigError(f"backend {backend!r} {what} {case}")
+    if missing := _missing(listed[0]):
+        raise ConfigError(f"backend {backend!r} for {case}: {missing}")
+    return _kernel(case, listed[:1])
 
 
 def select_all(cases: Mapping[str, Case], *, backend: str = "auto") -> Mapping[str, Kernel]:
@@ -318,8 +353,7 @@ def select_all(cases: Mapping[str, Case], *, backend: str = "auto") -> Mapping[s
             named += 1
             continue
         fallback = "auto" if backend == "auto" else "torch"
-        rows = [r for r in _ROWS if r.lists(case) and fallback in ("auto", r.backend)]
-        if any(not _missing(r) for r in rows):
+        if any(fallback in ("auto", row.backend) for row in _automatic(case)):
             chosen[key] = select(case, backend=fallback)
     if backend != "auto" and not named:
         raise ConfigError(
@@ -328,8 +362,83 @@ def select_all(cases: Mapping[str, Case], *, backend: str = "auto") -> Mapping[s
     return MappingProxyType(chosen)
 
 
+def choices(device: str) -> list[dict[str, Any]]:
+    """Of each operation on each record that a device type lists: what would be taken, and why.
+
+    Keys: operation, record, dims, dtype (of the case that is told of: the widest a kernel is made
+    for, in bfloat16 where it is listed), chosen (None: nothing), why, available and missing
+    (backend -> reason).
+    """
+    told = []
+    for operation, record in dict.fromkeys((row.operation, row.record) for row in _ROWS):
+        rows = [
+            row
+            for row in _ROWS
+            if (row.operation, row.record) == (operation, record) and device in row.devices
+        ]
+        if not rows:
+            continue
+        dims = max((max(row.dims) for row in rows if row.dims is not None), default=(1,))
+        dtypes = [torch.bfloat16, *sorted(rows[0].dtypes, key=str)]
+        dtype = next(d for d in dtypes if any(d in row.dtypes for row in rows))
+        case = Case(operation, record, dims, dtype, device)
+        able = _automatic(case)
+        listed = [row for row in rows if row.lists(case)]
+        told.append(
+            {
+                "operation": operation,
+                "record": record,
+                "dims": dims,
+                "dtype": str(dtype).removeprefix("torch."),
+                "chosen": able[0].backend if able else None,
+                "why": _why(case, able),
+                "available": [row.backend for row in listed if not _missing(row)],
+                "missing": {row.backend: _missing(row) for row in listed if _missing(row)},
+            }
+        )
+    return told
+
+
+def _why(case: Case, able: list[_Row]) -> str:
+    if not able:
+        return "nothing is available"
+    names = [row.backend for row in able]
+    known = measured.figures(*case.key, measured.device_name())
+    if len(names) == 1:
+        return "the only one"
+    if known is None or not known.checked.intersection(names):
+        return f"first of {', '.join(names)}"
+    kernel = _kernel(case, able)
+    wins = Counter(kernel.for_load(load).backend for load in known.times)
+    sizes = ", ".join(f"{name} at {count}" for name, count in wins.most_common())
+    return f"fastest of those measured: {sizes} of {len(known.times)} sizes"
+
+
+def _automatic(case: Case) -> list[_Row]:
+    """Available rows that list the case and may be taken unasked, in order of preference."""
+    able = [row for row in _ROWS if row.lists(case) and not _missing(row)]
+    known = None
+    if any(row.by_name for row in able):
+        known = measured.figures(*case.key, measured.device_name())
+    checked = known.checked if known is not None else ()
+    return [row for row in able if not row.by_name or row.backend in checked]
+
+
+def _kernel(case: Case, rows: list[_Row]) -> Kernel:
+    """The first of ``rows``, with the others as rivals where there are times to go by."""
+    kernels = []
+    for row in rows:
+        assert row.run is not None
+        kernels.append(Kernel(row.backend, row.run, row.page_tokens, row.captures))
+    if len(kernels) == 1 or measured.figures(*case.key, measured.device_name()) is None:
+        return kernels[0]
+    return replace(kernels[0], rivals=tuple(kernels), case=case)
+
+
 def _missing(row: _Row) -> str:
     """Why a row cannot run here; empty if it can."""
+    if row.missing is not None:
+        return row.missing()
     if row.run is None:
         return f"the {row.backend} kernel is not part of this build"
     if row.backend == "triton" and not pack.has_triton():

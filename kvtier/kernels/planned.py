@@ -1,0 +1,57 @@
+"""What a kernel makes once of a batch, for all layers of a step to use.
+
+Kept as long as the batch itself, and apart for work that is being captured: what is made in a
+graph holds in that graph only, and what was made before it would stay as it was in every replay.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from kvtier.kernels.mla import PagedBatch
+
+__all__ = ["PerBatch", "capturing"]
+
+T = TypeVar("T")
+
+
+class PerBatch(Generic[T]):
+    """Values by batch, by what else they depend on, and by whether a graph is being captured."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, bool], tuple[weakref.ref[PagedBatch], dict[Hashable, T]]] = {}
+
+    def __len__(self) -> int:
+        """Batches that something is kept of."""
+        return len(self._made)
+
+    def get(self, batch: PagedBatch, key: Hashable, make: Callable[[], T]) -> T:
+        """What was made of this very batch under ``key``; made now if nothing was."""
+        value = self.find(batch, key)
+        return self.put(batch, key, make()) if value is None else value
+
+    def find(self, batch: PagedBatch, key: Hashable) -> T | None:
+        """What was put for this very batch under ``key``."""
+        known = self._made.get((id(batch), capturing()))
+        return known[1].get(key) if known is not None and known[0]() is batch else None
+
+    def put(self, batch: PagedBatch, key: Hashable, value: T) -> T:
+        """Keep ``value`` as long as the batch lives; returns it."""
+        place = (id(batch), capturing())
+        known = self._made.get(place)
+        if known is None or known[0]() is not batch:
+            made = self._made
+
+            def forget(_: Any) -> None:
+                made.pop(place, None)
+
+            known = made[place] = (weakref.ref(batch, forget), {})
+        known[1][key] = value
+        return value
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured in a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
