@@ -65,7 +65,7 @@ class Nursery:
         return int(self.answer())
 
     def close(self) -> None:
-        self._process.communicate(timeout=30)
+        self._process.communicate(timeout=60)
 
 
 def kill_once(nursery: Nursery, root: Path, seed: int, rng: random.Random) -> tuple[int, int]:

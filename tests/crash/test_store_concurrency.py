@@ -50,12 +50,12 @@ def test_32_threads_read_while_slots_are_reused(tmp_path: Path, codec: dict[str,
     with open_store(tmp_path, limit_bytes=1400 << 10, codec=codec) as store:
         assert store.capacity < len(pages) + 3 * len(tails)  # slots change hands all the time
 
-        def read(seed: int) -> int:
+        hits = [0] * 32
+
+        def read(seed: int) -> None:
             rng = random.Random(seed)
-            hits = 0
             while not stop.is_set():
-                hits += sum(fetch(store, rng.sample(pages, 3) + rng.sample(tails, 1)))
-            return hits
+                hits[seed] += sum(fetch(store, rng.sample(pages, 3) + rng.sample(tails, 1)))
 
         def frames_of(page: int) -> int:
             return 1 + (len(tails[page].payload) if page < len(tails) else 0)
@@ -63,8 +63,8 @@ def test_32_threads_read_while_slots_are_reused(tmp_path: Path, codec: dict[str,
         def write() -> None:
             rng = random.Random(99)
             there: list[int] = []
-            until = time.monotonic() + 4.0
-            while time.monotonic() < until:
+            start = time.monotonic()
+            while (now := time.monotonic()) < start + 4 or (not all(hits) and now < start + 60):
                 page = rng.randrange(60)
                 if page in there:
                     continue
@@ -83,7 +83,8 @@ def test_32_threads_read_while_slots_are_reused(tmp_path: Path, codec: dict[str,
                 write()
             finally:
                 stop.set()  # or the pool would wait for ever
-            hits = [reader.result() for reader in readers]
+            for reader in readers:
+                reader.result()
         assert all(hits), "a thread never found anything"
         assert store.counters().quarantined == 0
         store.check()
@@ -154,7 +155,7 @@ def test_reader_processes_while_a_writer_writes(tmp_path: Path) -> None:
             assert int(known) == len(keys_in(store))
             reader.stdin.write("stop\n")
             reader.stdin.flush()
-            assert reader.wait(30) == 0
+            assert reader.wait(60) == 0
         store.check()
         assert store.counters().quarantined == 0
     finally:
@@ -245,7 +246,7 @@ def test_processes_that_open_at_the_same_moment(tmp_path: Path) -> None:
             assert fetch(reader, chain(1, 4)) == [True] * 4
     finally:
         for child in children:
-            child.communicate("bye\n", timeout=30)
+            child.communicate("bye\n", timeout=60)
     with open_store(tmp_path / "new") as store:
         assert fetch(store, chain(1, 4)) == [True] * 4
 

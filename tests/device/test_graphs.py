@@ -217,7 +217,7 @@ def test_checkpoints_of_replays_are_resumed_from(kind: str) -> None:
         lease.release()
         poison_free(cache)
         with cache.lease(tokens[: page + 2]) as again:
-            assert again.ready.result(timeout=30) == page
+            assert again.ready.result(timeout=60) == page
             with cache.step([(again, tokens[page : page + 2])]) as step:
                 got = adapter(step)
         torch.testing.assert_close(got, wanted, atol=0.05, rtol=0.05)

