@@ -245,17 +245,19 @@ class _Schedules:
         """What work on the current stream may use; nothing if that is to be made."""
         stream, schedule = self._made.get(key, (0, NO_SCHEDULE))
         # Whatever was made before a graph's capture began has ended by then.
-        if capturing() or stream == torch.cuda.current_stream().cuda_stream:
-            return schedule
-        return NO_SCHEDULE
+        return schedule if capturing() or stream == _stream() else NO_SCHEDULE
 
     def put(self, key: Any, known: Schedule, made: Schedule) -> None:
         """Keep ``made``, unless it is what was known, or lies in a graph's memory."""
         if known is NO_SCHEDULE and not capturing():
-            self._made[key] = (torch.cuda.current_stream().cuda_stream, made)
+            self._made[key] = (_stream(), made)
             self._made.move_to_end(key)
             if len(self._made) > self.MOST:
                 self._made.popitem(last=False)
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
 
 
 _schedules = _Schedules()

@@ -1,0 +1,274 @@
+"""FlashMLA's backend, over a double of its functions: what it is handed, and what comes of it.
+
+The kernels themselves are tested with the table's other rows, where they are installed.
+"""
+
+import gc
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvtier.kernels import (
+    RECORDS,
+    HeadDims,
+    PagedBatch,
+    absorbed,
+    flashmla,
+    mla_sparse,
+    sparse_attend,
+    write_records,
+)
+from kvtier.kernels.planned import PerBatch
+from tests.unit.flashmla_double import Double
+from tests.unit.mla_cases import MlaCase
+
+RELEASED = HeadDims(heads=3, latent=512, rope=64, nope=128, value=128)
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Double:
+    double = Double()
+    monkeypatch.setattr(flashmla, "_found", lambda: (double.calls, ""))
+    monkeypatch.setattr(flashmla, "_schedules", flashmla._Schedules())
+    return double
+
+
+def check(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, ...]) -> None:
+    (out, lse), (right, right_lse) = found, expected
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert out.shape == right.shape and lse.shape == right_lse.shape
+    none = right_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, none) and out[none].eq(0).all()
+    assert (out.double() - right.double()).abs().max() <= 8e-3 * max(1, right.abs().max())
+    assert (lse - right_lse)[~none].abs().max() <= 1e-3 * right_lse[~none].abs().max()
+
+
+@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1, 1), (1, 70), (1, 0), (1, 200)],
+        [(2, 2), (2, 130), (2, 0)],
+        [(1, 1), (3, 70), (1, 0), (5, 133)],
+    ],
+    ids=["one query", "two queries", "ragged"],
+)
+def test_absorbed(double: Double, lengths: list[tuple[int, int]], page: int) -> None:
+    case = MlaCase(lengths, dims=RELEASED, dtype=torch.bfloat16, page=page)
+    query = case.absorbed_query
+    options = {"latent_dim": 512, "scale": case.scale}
+    expected = absorbed(query, case.rows, case.batch, **options)
+    check(flashmla.absorbed(query, case.rows, case.batch, **options), expected)
+    even = len({q for q, _ in lengths}) == 1
+    assert double.shapes == [(len(lengths), lengths[0][0], 3, 576) if even else (10, 1, 3, 576)]
+
+
+def test_rows_of_a_wider_pool(double: Double) -> None:
+    case = MlaCase([(1, 70)], dims=RELEASED, dtype=torch.bfloat16, page=64)
+    wide = torch.full((case.rows.shape[0], 640), torch.nan, dtype=torch.bfloat16)
+    wide[:, :576] = case.rows
+    options = {"latent_dim": 512, "scale": case.scale}
+    expected = absorbed(case.absorbed_query, case.rows, case.batch, **options)
+    found = flashmla.absorbed(case.absorbed_query, wide[:, :576], case.batch, **options)
+    check(found, expected)
+
+
+def test_a_batch_is_planned_once_for_all_layers(double: Double) -> None:
+    case = MlaCase([(1, 70), (1, 3)], dims=RELEASED, dtype=torch.bfloat16, page=64)
+    options = {"latent_dim": 512, "scale": case.scale}
+    for _ in range(3):
+        flashmla.absorbed(case.absorbed_query, case.rows, case.batch, **options)
+    assert double.made == 1
+    flashmla.absorbed(case.absorbed_query, case.rows, replace(case.batch), **options)
+    assert double.made == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"page_tokens": 16}, "pages of 16"),
+        ({"width": 512}, "query width"),
+        ({"dtype": torch.float32}, "queries of"),
+    ],
+)
+def test_what_it_does_not_take(double: Double, change: dict[str, object], match: str) -> None:
+    case = MlaCase([(1, 70)], dims=RELEASED, dtype=torch.bfloat16, page=64)
+    query, batch = case.absorbed_query, case.batch
+    if "page_tokens" in change:
+        batch = replace(batch, page_tokens=16)
+    query = query[..., : change.get("width", 576)].to(change.get("dtype", query.dtype))
+    with pytest.raises(ValueError, match=match):
+        flashmla.absorbed(query, case.rows, batch, latent_dim=512, scale=1.0)
+    assert not double.shapes
+
+
+def pool(record: str, slots: int) -> torch.Tensor:
+    """Pages of 64 slots of noise, with a page of poison behind."""
+    values = torch.randn(slots, 576 if record in ("dense", "mla_fp8") else 512)
+    if record == "dense":
+        poison = torch.full((64, 576), torch.nan)
+        return torch.cat((values, poison)).to(torch.bfloat16)
+    size = RECORDS[record].page_bytes(64)
+    storage = torch.full((slots // 64 + 1, size), 0xFF, dtype=torch.uint8)
+    write_records(storage, torch.arange(slots), values, RECORDS[record])
+    return storage
+
+
+@pytest.mark.parametrize("heads", [3, 64, 100, 128, 200])
+@pytest.mark.parametrize("record", ["dense", "mla_fp8"])
+def test_lists_of_latent_rows(double: Double, record: str, heads: int) -> None:
+    torch.manual_seed(0)
+    rows, slots = pool(record, 128), torch.randint(0, 128, (5, 70))
+    slots[1], slots[3, ::3] = -1, -1
+    query = torch.randn(5, heads, 576).to(torch.bfloat16)
+    options = {"latent_dim": 512, "scale": 0.07, "record": RECORDS[record]}
+    expected = mla_sparse(query, rows, slots, **options)
+    check(flashmla.mla_sparse(query, rows, slots, **options), expected)
+    assert [shape[-2] for shape in double.shapes] == {3: [64], 64: [64], 200: [128, 128]}.get(
+        heads, [128]
+    )
+
+
+@pytest.mark.parametrize("heads", [5, 64, 130])
+@pytest.mark.parametrize("extra", [0, 40, 130])
+def test_v4_lists(double: Double, heads: int, extra: int) -> None:
+    torch.manual_seed(0)
+    window, more = pool("v4_fp8", 128), pool("v4_fp8", 64)
+    lists = torch.randint(0, 128, (4, 128)).int(), torch.randint(0, 64, (4, extra)).int()
+    lists[0][1, 5:], lists[1][1, 3:], lists[0][2], lists[1][2] = -1, -1, -1, -1
+    query, sink = torch.randn(4, heads, 512).to(torch.bfloat16), torch.randn(heads)
+    sink[0] = -torch.inf
+    options = {"scale": 0.05, "record": RECORDS["v4_fp8"]}
+    options |= {"extra": more, "extra_slots": lists[1]}
+    arguments = (query, window, lists[0], sink)
+    expected = sparse_attend(*arguments, **options)
+    check(flashmla.sparse_attend(*arguments, **options), expected)
+    options["extra"] = None
+    without = sparse_attend(*arguments, **options)
+    check(flashmla.sparse_attend(*arguments, **options), without)
+
+
+def test_a_small_workspace_cuts_the_queries(double: Double) -> None:
+    torch.manual_seed(0)
+    rows, slots = pool("mla_fp8", 128), torch.randint(0, 128, (5, 64))
+    query = torch.randn(5, 64, 576).to(torch.bfloat16)
+    options = {"latent_dim": 512, "scale": 0.07, "record": RECORDS["mla_fp8"]}
+    expected = mla_sparse(query, rows, slots, **options)
+    small = 2 * 4 * 128 * 513
+    check(flashmla.mla_sparse(query, rows, slots, **options, workspace_bytes=small), expected)
+    assert [shape[0] for shape in double.shapes] == [2, 2, 1]
+    check(flashmla.mla_sparse(query, rows, slots, **options, workspace_bytes=0), expected)
+    assert [shape[0] for shape in double.shapes[3:]] == [1] * 5
+
+
+def test_schedules_of_lists_depend_on_shapes_alone(
+    double: Double, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, options = pool("mla_fp8", 128), {"latent_dim": 512, "scale": 0.07}
+
+    def run(n: int, k: int, heads: int = 64) -> int:
+        query = torch.randn(n, heads, 576).to(torch.bfloat16)
+        before = double.made
+        slots = torch.randint(-1, 128, (n, k))
+        flashmla.mla_sparse(query, rows, slots, **options, record=RECORDS["mla_fp8"])
+        return double.made - before
+
+    made = [run(2, 64), run(2, 64), run(2, 40), run(3, 64), run(2, 70), run(2, 64, 128)]
+    assert made == [1, 0, 0, 1, 1, 1]
+    # Another stream makes its own; a graph takes what there was before its capture, keeps nothing.
+    monkeypatch.setattr(flashmla, "_stream", lambda: 7)
+    assert [run(2, 64), run(2, 64)] == [1, 0]
+    monkeypatch.setattr(flashmla, "capturing", lambda: True)
+    monkeypatch.setattr(flashmla, "_stream", lambda: 8)
+    assert [run(2, 64), run(9, 64), run(9, 64)] == [0, 1, 1]
+
+
+def test_nothing_to_do(double: Double) -> None:
+    record = {"dense": pool("dense", 64), "mla_fp8": pool("mla_fp8", 64)}
+    for name, rows in record.items():
+        options = {"latent_dim": 512, "scale": 1.0, "record": RECORDS[name]}
+        none = torch.zeros(0, 8, 576, dtype=torch.bfloat16)
+        out, lse = flashmla.mla_sparse(none, rows, torch.zeros(0, 5), **options)
+        assert out.shape == (0, 8, 512) and lse.shape == (0, 8)
+        one = torch.zeros(1, 8, 576, dtype=torch.bfloat16)
+        out, lse = flashmla.mla_sparse(one, rows, torch.zeros(1, 0), **options)
+        assert out.eq(0).all() and lse.eq(-torch.inf).all()
+
+
+class TestWhereItIsFound:
+    @pytest.fixture(autouse=True)
+    def _fresh(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        flashmla._found.cache_clear()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        yield
+        flashmla._found.cache_clear()
+
+    def test_nowhere(self) -> None:
+        if importlib.util.find_spec("vllm") or importlib.util.find_spec("flash_mla"):
+            pytest.skip("it is here")
+        assert "neither flash_mla nor a vLLM" in flashmla.missing("dense_decode_fwd")
+        with pytest.raises(ImportError, match="neither flash_mla nor a vLLM"):
+            flashmla._call("dense_decode_fwd")
+
+    def test_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+        assert "needs an H100 or H200" in flashmla.missing("dense_decode_fwd")
+
+    def test_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = SimpleNamespace(dense_decode_fwd=print)
+        found = SimpleNamespace(submodule_search_locations=[])
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+        monkeypatch.setitem(sys.modules, "flash_mla", SimpleNamespace(cuda=module))
+        monkeypatch.setitem(sys.modules, "flash_mla.cuda", module)
+        assert flashmla.missing("dense_decode_fwd") == ""
+        assert flashmla._call("dense_decode_fwd") is print
+        assert "has no sparse_decode_fwd" in flashmla.missing("sparse_decode_fwd")
+
+    def test_vllms_extension_without_vllm(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        (tmp_path / "__init__.py").write_text("raise RuntimeError('imported')")
+        (tmp_path / "_flashmla_C.abi3.so").write_bytes(b"no library")
+        found = {"vllm": SimpleNamespace(submodule_search_locations=[str(tmp_path)])}
+        monkeypatch.setattr(importlib.util, "find_spec", found.get)
+        assert "does not load" in flashmla.missing("dense_decode_fwd")
+        loaded = []
+        flashmla._found.cache_clear()
+        monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+        monkeypatch.setattr(
+            flashmla, "_registered", lambda: dict.fromkeys(["dense_decode_fwd"][: len(loaded)], 1)
+        )
+        assert flashmla.missing("dense_decode_fwd") == ""
+        assert flashmla.missing("dense_decode_fwd") == ""
+        assert loaded == [str(tmp_path / "_flashmla_C.abi3.so")]
+
+
+def test_optional_arguments_that_a_build_has_besides() -> None:
+    """An extension's functions may take a tensor to write to, and more, behind the others."""
+    with torch.library._scoped_library("kvtier_test", "DEF") as library:
+        library.define("three(Tensor a, Tensor? b, Tensor? c) -> Tensor")
+        library.impl("three", lambda a, b, c: a + (b is None) + (c is None), "CPU")
+        assert flashmla._filled(torch.ops.kvtier_test.three)(torch.tensor(5)) == 7
+
+
+def test_what_is_kept_of_a_batch_goes_with_it() -> None:
+    def batch() -> PagedBatch:
+        nothing = torch.zeros(1, dtype=torch.int32)
+        return PagedBatch((1,), (1,), nothing, nothing, nothing, 64)
+
+    kept: PerBatch[str] = PerBatch()
+    one, two = batch(), batch()
+    assert kept.get(one, 1, lambda: "a") == kept.get(one, 1, lambda: "b") == "a"
+    assert kept.get(one, 2, lambda: "c") == "c" and kept.find(two, 1) is None
+    assert kept.put(two, 1, "d") == kept.find(two, 1) == "d"
+    assert len(kept) == 2
+    del one
+    gc.collect()
+    assert len(kept) == 1 and kept.find(two, 1) == "d"

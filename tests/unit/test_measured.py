@@ -1,0 +1,164 @@
+"""Choosing a kernel by measured times: the fastest right one of those that are here (E9)."""
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.kernels import Case, Load, choices, measured, select, select_all
+from kvtier.kernels.measured import Figures
+
+kernel_table = importlib.import_module("kvtier.kernels.table")  # `table` is its function, too
+CASE = Case("mla_absorbed", "dense", (576, 512), torch.bfloat16, "cuda")
+SMALL, LARGE = Load(1, 16, 8192), Load(128, 128, 4096)
+TIMES = {
+    SMALL: {"triton": 15.0, "flashmla": 29.0},
+    LARGE: {"triton": 268.0, "flashmla": 253.0},
+}
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretends that backends are installed, and that these times were measured on the device."""
+
+    def pretend(
+        checked: set[str],
+        times: Mapping[Load, Mapping[str, float]] = TIMES,
+        missing: str = "",
+        case: Case = CASE,
+    ) -> None:
+        rows = tuple(
+            dataclasses.replace(row, missing=lambda: missing) if row.missing else row
+            for row in kernel_table._ROWS
+        )
+        known = {("a device", *case.key[:3], str(case.dtype)): Figures(times, frozenset(checked))}
+        monkeypatch.setattr(kernel_table, "_ROWS", rows)
+        monkeypatch.setattr(measured, "_shipped", lambda: known)
+        monkeypatch.setattr(measured, "device_name", lambda: "a device")
+        measured.fastest.cache_clear()
+
+    yield pretend
+    measured.fastest.cache_clear()
+
+
+def test_the_fastest_of_each_load(here: Any) -> None:
+    here({"triton", "flashmla"})
+    kernel = select(CASE)
+    assert kernel.backend == "triton"  # the first in order, as long as no load is named
+    assert [k.backend for k in kernel.variants] == ["triton", "flashmla", "torch"]
+    assert kernel.for_load(SMALL).backend == "triton"
+    assert kernel.for_load(LARGE).backend == "flashmla"
+    assert kernel.for_load(LARGE) == kernel.for_load(Load(100, 120, 5000))
+    assert kernel.for_load(Load(1, 1, 1)).backend == "triton"
+    assert kernel.for_load(Load(256, 128, 200000)).backend == "flashmla"
+
+
+def test_times_without_a_check_count_for_nothing(here: Any) -> None:
+    here({"triton"})
+    kernel = select(CASE)
+    assert [k.backend for k in kernel.variants] == ["triton", "torch"]
+    assert kernel.for_load(LARGE).backend == "triton"
+    assert select(CASE, backend="flashmla").backend == "flashmla"
+
+
+def test_what_is_not_here_is_not_picked(here: Any) -> None:
+    here({"triton", "flashmla"}, missing="not installed")
+    kernel = select(CASE)
+    assert "flashmla" not in [k.backend for k in kernel.variants]
+    assert kernel.for_load(LARGE).backend == "triton"
+
+
+def test_without_figures_the_order_decides(here: Any) -> None:
+    other = dataclasses.replace(CASE, dtype=torch.float16)
+    here({"triton", "flashmla"})
+    kernel = select(other)
+    assert (kernel.backend, kernel.variants) == ("triton", (kernel,))
+    assert kernel.for_load(LARGE) is kernel
+    here({"triton", "flashmla"}, times={})
+    assert select(CASE).for_load(LARGE).backend == "triton"
+
+
+def test_a_named_backend_has_no_rivals(here: Any) -> None:
+    here({"triton", "flashmla"})
+    for backend in ("triton", "flashmla", "torch"):
+        kernel = select(CASE, backend=backend)
+        assert kernel.variants == (kernel,) and kernel.for_load(LARGE) is kernel
+    assert select_all({"a": CASE}, backend="torch")["a"].for_load(LARGE).backend == "torch"
+
+
+def test_pages_that_the_fastest_does_not_take(here: Any) -> None:
+    here({"triton", "flashmla"})
+    kernel = select(CASE)
+    pages = {n: dataclasses.replace(LARGE, page_tokens=n) for n in (16, 64, 96, 128)}
+    found = {n: kernel.for_load(load).backend for n, load in pages.items()}
+    assert found == {16: "triton", 64: "flashmla", 96: "triton", 128: "flashmla"}
+
+
+def test_a_graph_holds_nothing_that_plans_on_the_host(here: Any) -> None:
+    here({"triton", "flashinfer"}, times={LARGE: {"triton": 2.0, "flashinfer": 1.0}})
+    kernel = select(CASE)
+    assert kernel.for_load(LARGE).backend == "flashinfer"
+    captured = dataclasses.replace(LARGE, captured=True)
+    assert kernel.for_load(captured).backend == "triton"
+
+
+def test_nearest_means_doubled_least_often() -> None:
+    known = Figures(
+        {
+            Load(1, 64, 1024): {"a": 1.0},
+            Load(16, 64, 1024): {"a": 2.0, "b": 9.0},
+            Load(16, 64, 65536, queries=2): {"a": 3.0},
+        },
+        frozenset({"a", "b"}),
+    )
+
+    def us(load: Load, *names: str) -> Mapping[str, float]:
+        return known.nearest(load, names or ("a",))
+
+    assert us(Load(3, 64, 1024)) == {"a": 1.0}
+    assert us(Load(5, 64, 1024)) == {"a": 2.0}
+    assert us(Load(16, 64, 20000, queries=2)) == {"a": 3.0}
+    assert us(Load(1, 64, 1024), "b") == {"b": 9.0}  # the nearest at which it was measured
+    assert us(Load(1, 64, 1024), "c") == {}
+    assert us(Load(0, 64, 0)) == {"a": 1.0}
+
+
+def test_the_shipped_figures() -> None:
+    known = measured.figures(*CASE.key, "NVIDIA H200")
+    assert known is not None and "triton" in known.checked
+    assert known.times[SMALL]["triton"] < known.times[SMALL]["flashmla"]
+    assert measured.figures(*CASE.key, "NVIDIA A100") is None
+    assert measured.figures(*CASE.key, None) is None
+    backends = {row.backend for row in kernel_table._ROWS}
+    for (_, operation, record, dims, dtype), figures in measured._shipped().items():
+        case = Case(operation, record, dims, getattr(torch, dtype.removeprefix("torch.")), "cuda")
+        assert any(row.lists(case) for row in kernel_table._ROWS)
+        assert figures.times and figures.checked <= backends
+        for times in figures.times.values():
+            assert set(times) <= backends and all(us > 0 for us in times.values())
+
+
+def test_what_is_told_of_a_choice(here: Any) -> None:
+    def told(operation: str, record: str) -> dict[str, Any]:
+        return next(
+            each
+            for each in choices("cuda")
+            if (each["operation"], each["record"]) == (operation, record)
+        )
+
+    here({"triton", "flashmla"})
+    attention = told("mla_absorbed", "dense")
+    assert attention["chosen"] == "triton"
+    assert attention["why"] == "fastest of those measured: triton at 1, flashmla at 1 of 2 sizes"
+    assert attention["available"] == ["triton", "flashmla", "flashinfer", "torch"]
+    assert told("merge", "dense")["why"] == "the only one"
+    here({"triton"}, missing="is elsewhere")
+    assert told("mla_absorbed", "dense")["missing"] == {
+        "flashmla": "is elsewhere",
+        "flashinfer": "is elsewhere",
+    }
+    assert told("write_rows", "dense")["why"] == "first of triton, torch"
+    assert {each["chosen"] for each in choices("cpu")} == {"torch", "sdpa"}
