@@ -1,8 +1,8 @@
-"""The command ``kvtier``: a demo, and tools that look into a disk directory or replay a trace.
+"""The command ``kvtier``: a demo, and tools that look into a disk directory, a trace or a machine.
 
 Owns the parser, the demo and exit statuses; each group of commands has a module of its own.  The
 demo is whatever is registered under the entry point group ``kvtier.demos``.  Needs no torch except
-through it.
+through it, and to say with ``doctor`` what torch finds.
 
 Exit status: 0 all is well, 1 something was found (damage, a failed demo), 2 the command could not
 be carried out.
@@ -16,6 +16,7 @@ from importlib import metadata
 
 import kvtier
 from kvtier.cli_disk import FAILED, OK, add_disk, read_tokens
+from kvtier.cli_doctor import add_doctor
 from kvtier.cli_trace import add_trace
 from kvtier.errors import KVTierError
 
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_disk(commands)
     add_trace(commands)
+    add_doctor(commands)
     return parser
 
 

@@ -24,7 +24,7 @@ LAYERS = [
     {"assembly", "stepping"},
     {"cache"},
     {"testing", "__init__"},
-    {"cli_disk", "cli_trace"},
+    {"cli_disk", "cli_doctor", "cli_trace"},
     {"cli"},
 ]
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
