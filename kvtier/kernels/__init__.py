@@ -4,7 +4,7 @@ The references in plain torch are public: they say what every other backend must
 """
 
 from kvtier.kernels.compress import ClosedEntries, compress
-from kvtier.kernels.fused import compress_write, index_query, write_normed
+from kvtier.kernels.fused import compress_write, index_query, write_latent, write_normed
 from kvtier.kernels.index import index_topk
 from kvtier.kernels.kernel import Case, Kernel
 from kvtier.kernels.measured import Load
@@ -12,11 +12,19 @@ from kvtier.kernels.mla import (
     HeadDims,
     PagedBatch,
     absorbed,
-    materialised,
-    materialised_sdpa,
-    workspace_rows,
 )
 from kvtier.kernels.mla_sparse import mla_sparse, mla_sparse_materialised
+from kvtier.kernels.prefill import (
+    PrefillPlan,
+    Span,
+    Workspace,
+    materialised,
+    materialised_sdpa,
+    plan_chunks,
+    plan_of,
+    row_bytes,
+    workspace_rows,
+)
 from kvtier.kernels.query import (
     head_norm_rope,
     inverse_rope,
@@ -48,7 +56,10 @@ __all__ = [
     "Kernel",
     "Load",
     "PagedBatch",
+    "PrefillPlan",
     "Record",
+    "Span",
+    "Workspace",
     "absorbed",
     "apply_sink",
     "attend",
@@ -70,10 +81,13 @@ __all__ = [
     "mla_sparse",
     "mla_sparse_materialised",
     "norm_rope",
+    "plan_chunks",
+    "plan_of",
     "quantise_query",
     "read_records",
     "rms_norm",
     "rope",
+    "row_bytes",
     "select",
     "select_all",
     "sparse_attend",
@@ -82,6 +96,7 @@ __all__ = [
     "token_slots",
     "window_slots",
     "workspace_rows",
+    "write_latent",
     "write_normed",
     "write_records",
     "write_rows",

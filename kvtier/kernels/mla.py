@@ -2,8 +2,8 @@
 
 A row is [normed latent ; rotated rope key].  *Absorbed*: queries are brought into the latent space
 and attend to the rows themselves, one key head for all query heads; cheap for few queries.
-*Materialised*: rows are projected up to keys and values per head first; cheap for many.  Both read
-everything, the step's own tokens too, from the pages.
+*Materialised* (``prefill``): rows are projected up to keys and values per head first; cheap for
+many.  Both read everything, the step's own tokens too, from the pages.
 
 Both take a ``PagedBatch``: which queries belong to which sequence, and where its rows lie.  They
 know nothing of models; projections come as callables.
@@ -14,10 +14,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvtier.config import parse_bytes
-from kvtier.errors import ConfigError
 from kvtier.kernels.reference import attend, gather_rows, merge
 
 __all__ = [
@@ -25,15 +23,10 @@ __all__ = [
     "PagedBatch",
     "absorbed",
     "expand",
-    "materialised",
-    "materialised_sdpa",
-    "workspace_rows",
 ]
 
 SPLIT_ROWS = 4096
 """Rows the absorbed form gathers at a time, at most: its scratch does not grow with the context."""
-QUERY_BLOCK = 256
-"""Queries the materialised form scores at a time, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -118,110 +111,6 @@ def absorbed(
                 out[mine], lse[mine] = sofar
         begin += q_len
     return out, lse
-
-
-def materialised(
-    query: Tensor,
-    rows: Tensor,
-    batch: PagedBatch,
-    up_project: UpProject,
-    *,
-    dims: HeadDims,
-    scale: float,
-    max_rows: int,
-) -> tuple[Tensor, Tensor]:
-    """Attention of ``query`` (n, heads, nope + rope) to keys and values projected up from rows.
-
-    At most ``max_rows`` rows (see ``workspace_rows``) are projected up at a time; the parts are
-    merged by their log-sum-exp.  Returns output (n, heads, value) and log-sum-exp (n, heads).
-    """
-    exact = torch.promote_types(query.dtype, torch.float32)
-    out = torch.zeros(*query.shape[:2], dims.value, dtype=exact, device=query.device)
-    lse = torch.full(query.shape[:2], -torch.inf, dtype=exact, device=query.device)
-    begin = 0
-    for b, (q_len, kv_len) in enumerate(zip(batch.query_lens, batch.kv_lens, strict=True)):
-        for start in range(0, kv_len if q_len else 0, max_rows):
-            stop = min(start + max_rows, kv_len)
-            latent = gather_rows(rows, batch.block_table[b], start, stop, batch.page_tokens)
-            keys, values = expand(latent, up_project, dims)
-            for low in range(0, q_len, QUERY_BLOCK):
-                high = min(low + QUERY_BLOCK, q_len)
-                first_query = kv_len - q_len + low
-                if kv_len - q_len + high <= start:
-                    continue  # every key of this part lies in these queries' future
-                mine = slice(begin + low, begin + high)
-                part = attend(
-                    query[mine],
-                    keys,
-                    values,
-                    scale=scale,
-                    first_query=first_query,
-                    first_key=start,
-                )
-                out[mine], lse[mine] = merge(out[mine], lse[mine], *part) if start else part
-        begin += q_len
-    return out.to(query.dtype), lse.to(torch.float32)
-
-
-def materialised_sdpa(
-    query: Tensor,
-    rows: Tensor,
-    batch: PagedBatch,
-    up_project: UpProject,
-    *,
-    dims: HeadDims,
-    scale: float,
-) -> Tensor:
-    """``materialised`` by torch's own attention, all rows of a sequence at once; output only.
-
-    torch gives no log-sum-exp, so this cannot be one part of several: the caller sees to it that
-    the longest sequence fits its workspace.
-    """
-    out = query.new_zeros(*query.shape[:2], dims.value)
-    begin = 0
-    for b, (q_len, kv_len) in enumerate(zip(batch.query_lens, batch.kv_lens, strict=True)):
-        if q_len and kv_len:
-            latent = gather_rows(rows, batch.block_table[b], 0, kv_len, batch.page_tokens)
-            keys, values = expand(latent, up_project, dims)
-            keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-            for low in range(0, q_len, QUERY_BLOCK):
-                high = min(low + QUERY_BLOCK, q_len)
-                seen = kv_len - q_len + high  # keys up to the block's last query
-                mask = torch.ones(high - low, seen, dtype=torch.bool, device=query.device)
-                mine = slice(begin + low, begin + high)
-                attended = functional.scaled_dot_product_attention(
-                    query[mine].transpose(0, 1)[None],
-                    keys[..., :seen, :],
-                    values[..., :seen, :],
-                    attn_mask=mask.tril_(seen - (high - low)),
-                    scale=scale,
-                )
-                out[mine] = attended[0].transpose(0, 1)
-        begin += q_len
-    return out
-
-
-def workspace_rows(
-    workspace_bytes: int | str, dims: HeadDims, element_bytes: int, page_tokens: int
-) -> int:
-    """How many rows the materialised form may project up at a time, a multiple of a page.
-
-    Counts all scratch a row costs: the gathered row, the projection's result, keys with the rope
-    part joined, float32 copies where the rows are narrower, and scores and mask for one block of
-    queries.  Raises ConfigError where not even one page fits.
-    """
-    expanded = dims.heads * (dims.nope + dims.rope + dims.value)
-    up = dims.latent + dims.rope + dims.heads * (dims.nope + dims.value)
-    row = element_bytes * (up + expanded) + QUERY_BLOCK * dims.heads * 2 * max(element_bytes, 4)
-    if element_bytes < 4:
-        row += 4 * expanded
-    size = parse_bytes(workspace_bytes, "workspace_bytes")
-    if size < row * page_tokens:
-        raise ConfigError(
-            f"workspace_bytes={workspace_bytes!r} holds less than one page of projected rows; "
-            f"set at least {row * page_tokens}"
-        )
-    return size // row // page_tokens * page_tokens
 
 
 def _absorbed_blocks(

@@ -27,6 +27,7 @@ from kvtier.kernels import (
     measured,
     mla,
     pack,
+    prefill,
     query,
     records,
     reference,
@@ -52,6 +53,7 @@ OPERATIONS = (
     "index_topk",
     "sparse_attend",
     "write_normed",
+    "write_latent",
     "compress_write",
     "head_norm_rope",
     "inverse_rope",
@@ -104,7 +106,8 @@ _V4_ROWS = frozenset({(128,), (512,)})
 """An indexer's key; an entry, or what a window keeps of a token."""
 
 _V4_HEADS = frozenset({(512,)})
-_PLAIN_ROWS = _V4_ROWS | {(576,)}
+_LATENT_ROWS = frozenset({(576,)})
+_PLAIN_ROWS = _V4_ROWS | _LATENT_ROWS
 """What plain rows may be written as records."""
 
 _DENSE = "dense"
@@ -173,9 +176,32 @@ _ROWS: tuple[_Row, ...] = (
         missing=flashinfer.missing,
     ),
     _Row("mla_absorbed", _DENSE, "torch", mla.absorbed, None, _FLOATS, _ANY),
-    _Row("mla_materialised", _DENSE, "triton", None, _WHOLE, _HALVES, _CUDA),
-    _Row("mla_materialised", _DENSE, "torch", mla.materialised, None, _FLOATS, _ANY),
-    _Row("mla_materialised_whole", _DENSE, "sdpa", mla.materialised_sdpa, None, _FLOATS, _ANY),
+    *(
+        row
+        for record, dtypes in zip(_LATENT_RECORDS, (_HALVES, _BF16), strict=True)
+        for row in (
+            _Row(
+                "mla_materialised",
+                record,
+                "triton",
+                _triton("prefill", "materialised"),
+                _WHOLE,
+                dtypes,
+                _CUDA,
+                by_name=True,
+            ),
+            _Row("mla_materialised", record, "torch", prefill.materialised, None, _FLOATS, _ANY),
+            _Row(
+                "mla_materialised_whole",
+                record,
+                "sdpa",
+                prefill.materialised_sdpa,
+                None,
+                _FLOATS,
+                _ANY,
+            ),
+        )
+    ),
     _Row("merge", _DENSE, "torch", reference.merge, None, _FLOATS, _ANY),
     _Row("compress", _DENSE, "torch", compress, None, _FLOATS, _ANY),
     *(
@@ -197,6 +223,20 @@ _ROWS: tuple[_Row, ...] = (
             ("index_query", "query", "index_query", _V4_ROWS, _INDEX_RECORDS),
         )
         for record in of
+    ),
+    # Not measured, and its norms are not the models' own to the last bit.
+    *(
+        _Row(
+            "write_latent",
+            record,
+            "triton",
+            _triton("write", "write_latent"),
+            _LATENT_ROWS,
+            _SINGLES,
+            _CUDA,
+            by_name=True,
+        )
+        for record in _LATENT_RECORDS
     ),
     *(
         _Row(
@@ -282,6 +322,7 @@ _ROWS: tuple[_Row, ...] = (
         for operation, run, names in (
             ("index_query", fused.index_query, _INDEX_RECORDS),
             ("write_normed", fused.write_normed, _V4_RECORDS),
+            ("write_latent", fused.write_latent, _LATENT_RECORDS),
             ("compress_write", fused.compress_write, _V4_RECORDS),
             ("write_record", records.write_records, tuple(records.RECORDS)),
             ("index_topk", index_topk, _INDEX_RECORDS),

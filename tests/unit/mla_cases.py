@@ -8,7 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.kernels import HeadDims, PagedBatch, absorbed, materialised, materialised_sdpa
+from kvtier.kernels import (
+    RECORDS,
+    HeadDims,
+    PagedBatch,
+    Workspace,
+    absorbed,
+    materialised,
+    materialised_sdpa,
+)
+from kvtier.kernels.records import pack_mla_fp8, unpack_mla_fp8
 
 DIMS = HeadDims(heads=3, latent=16, rope=4, nope=8, value=6)
 PAGE = 4
@@ -25,9 +34,10 @@ class MlaCase:
         dtype: torch.dtype = torch.float32,
         page: int = PAGE,
         device: str = "cpu",
+        record: str = "dense",
     ) -> None:
         torch.manual_seed(7)
-        self.lengths, self.dims = list(lengths), dims
+        self.lengths, self.dims, self.record = list(lengths), dims, RECORDS[record]
         width = dims.latent + dims.rope
         needed = [-(-kv // page) for _, kv in lengths]
         pages = torch.randperm(sum(needed) + 3).tolist()
@@ -59,6 +69,11 @@ class MlaCase:
         self.scale = (dims.nope + dims.rope) ** -0.5
         self.projected: list[int] = []
         """Rows of each call of the up-projection."""
+        if record == "mla_fp8":
+            packed = pack_mla_fp8(self.rows.nan_to_num(0.0))
+            packed[self.rows.isnan().any(-1)] = 0xFF
+            self.rows = packed.view(-1, page * packed.shape[1])
+            self.stored = [unpack_mla_fp8(pack_mla_fp8(rows)) for rows in self.stored]
         self._move(device)
 
     def _move(self, device: str) -> None:
@@ -82,14 +97,24 @@ class MlaCase:
     def query(self) -> Tensor:
         return torch.cat((self.q_nope, self.q_rope), -1)
 
-    def up_project(self, latent: Tensor) -> Tensor:
+    def project(self, latent: Tensor, out: Tensor) -> None:
         self.projected.append(latent.shape[0])
-        return torch.einsum("ml,hpl->mhp", latent, self.weight)
+        out.copy_(torch.einsum("ml,hpl->mhp", latent, self.weight))
+
+    def workspace(self, rows: int) -> Workspace:
+        """Of exactly so many rows, full of NaN."""
+        made = Workspace.allocate(rows, self.dims, self.weight.dtype, self.weight.device)
+        made.latent.fill_(torch.nan)
+        made.projected.fill_(torch.nan)
+        return made
 
     def run(
         self, form: str, max_rows: int = 8, kernel: Callable[..., Any] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """(n, heads, value) by one of the forms, and the log-sum-exp where it has one."""
+        """(n, heads, value) by one of the forms, and the log-sum-exp where it has one.
+
+        The materialised ones work in ``max_rows`` rows; "sdpa" takes more where it must.
+        """
         if form == "absorbed":
             out, lse = (kernel or absorbed)(
                 self.absorbed_query,
@@ -99,12 +124,15 @@ class MlaCase:
                 scale=self.scale,
             )
             return torch.einsum("nhl,hvl->nhv", out, self.weight[:, self.dims.nope :]), lse
-        args = (self.query, self.rows, self.batch, self.up_project)
+        page = self.batch.page_tokens
         if form == "sdpa":
-            return (kernel or materialised_sdpa)(*args, dims=self.dims, scale=self.scale), None
-        result: tuple[Tensor, Tensor] = (kernel or materialised)(
-            *args, dims=self.dims, scale=self.scale, max_rows=max_rows
-        )
+            max_rows = max(max_rows, -(-max(self.batch.kv_lens, default=1) // page) * page, page)
+        args = (self.query, self.rows, self.batch, self.project)
+        options: dict[str, Any] = {"dims": self.dims, "scale": self.scale, "record": self.record}
+        options["workspace"] = self.workspace(max_rows)
+        if form == "sdpa":
+            return (kernel or materialised_sdpa)(*args, **options), None
+        result: tuple[Tensor, Tensor] = (kernel or materialised)(*args, **options)
         return result
 
     def expected(self) -> tuple[Tensor, Tensor]:

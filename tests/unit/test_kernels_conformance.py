@@ -6,7 +6,7 @@ triton in its interpreter too, where there is no GPU.
 
 import ast
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -24,10 +24,12 @@ from kvtier.kernels import (
     select,
     sparse_attend,
     table,
+    write_latent,
     write_normed,
     write_records,
 )
 from kvtier.kernels.casts import e4m3_codes
+from kvtier.kernels.fused import LatentRope
 from tests.unit.mla_cases import MlaCase
 from tests.unit.v4_cases import batch_of
 from tests.unit.window_cases import PADDING, WindowCase
@@ -116,6 +118,27 @@ def check_write_normed(
     moved = (t.to(device) for t in (slots, values, weight, cos, sin))
     run(written, *moved, RECORDS[record], eps=1e-6)
     assert torch.equal(as_bytes(written).cpu(), as_bytes(expected))
+
+
+def check_write_latent(
+    run: Callable[..., Any], record: str, dim: int, dtype: torch.dtype, device: str
+) -> None:
+    slots = torch.tensor([9, -1, 2, 0, 11, 5], dtype=torch.int32)
+    values = (torch.randn(6, dim) * 2.0 ** torch.randint(-14, 5, (6, dim))).to(dtype)
+    values[3] = 0
+    values[1] = torch.nan
+    pairs = 32 if dim == 576 else 4
+    angles = 50 * torch.randn(6, pairs)
+    turn = angles.cos(), angles.sin()
+    for weight in (torch.randn(dim - 2 * pairs).to(dtype), None):
+        for rotation in get_args(LatentRope):
+            options = {"eps": 1e-6, "rotation": rotation}
+            expected = pool(record, 3, 4, dim, dtype)
+            write_latent(expected, slots, values, weight, *turn, RECORDS[record], **options)
+            written = pool(record, 3, 4, dim, dtype, device)
+            moved = [None if t is None else t.to(device) for t in (slots, values, weight, *turn)]
+            run(written, *moved, RECORDS[record], **options)
+            assert torch.equal(as_bytes(written).cpu(), as_bytes(expected))
 
 
 def check_compress_write(
@@ -314,6 +337,7 @@ PACKED: dict[str, tuple[Callable[..., None], int]] = {
     "index_topk": (check_index_topk, 24),
     "sparse_attend": (check_sparse_attend, 24),
     "write_normed": (check_write_normed, 24),
+    "write_latent": (check_write_latent, 24),
     "compress_write": (check_compress_write, 40),
 }
 """Operations on records: a check, and a row width for those that take any."""
@@ -367,7 +391,7 @@ def test_row(row: dict[str, str], dtype: torch.dtype, device: str, place: str) -
         kernel = select(Case(operation, record, listed, dtype, device), backend=backend)
         assert kernel.backend == backend
         if operation in FORMS:
-            case = MlaCase(LENGTHS, dims=dims, dtype=dtype, page=16, device=place)
+            case = MlaCase(LENGTHS, dims=dims, dtype=dtype, page=16, device=place, record=record)
             out, lse = case.run(FORMS[operation], max_rows=16, kernel=kernel.run)
             expected, expected_lse = case.expected()
             scale = max(1.0, expected.abs().max().item())

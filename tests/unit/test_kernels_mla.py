@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtier import ConfigError
-from kvtier.kernels import HeadDims, absorbed, workspace_rows
+from kvtier.kernels import HeadDims, PrefillPlan, absorbed, workspace_rows
 from tests.unit.mla_cases import DIMS, PAGE, MlaCase
 
 FORMS = ["absorbed", "materialised", "sdpa"]
@@ -116,7 +116,8 @@ def test_bounded_parts_equal_the_whole(context: int, suffix: int) -> None:
 def test_many_queries_are_scored_in_blocks(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = MlaCase([(19, 26), (9, 9)])
     whole, _ = case.run(form, max_rows=1000)
-    monkeypatch.setattr("kvtier.kernels.mla.QUERY_BLOCK", 4)
+    tiles = partial(PrefillPlan.of, tile=4)
+    monkeypatch.setattr("kvtier.kernels.prefill.plan_of", tiles)
     monkeypatch.setattr("kvtier.kernels.mla.SPLIT_ROWS", 8)
     blocks, _ = case.run(form, max_rows=8)
     torch.testing.assert_close(blocks, whole, atol=1e-6, rtol=0)
@@ -205,7 +206,7 @@ class TestWorkspaceRows:
     def test_counts_every_copy_that_is_made(self, width: int) -> None:
         gathered, projected, keys, values = 576, 128 * 256, 128 * 192, 128 * 128
         row = width * (gathered + projected + keys + values)
-        row += 2 * 256 * 128 * 4  # scores and weights of 256 queries, float32
+        row += 2 * 128 * 128 * 4  # scores and weights of 128 queries, float32
         if width < 4:
             row += 4 * (keys + values)  # widened for the arithmetic
         assert workspace_rows(row * 64 * 3, self.dims, width, 64) == 64 * 3

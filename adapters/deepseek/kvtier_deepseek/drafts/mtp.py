@@ -253,15 +253,16 @@ class Mtp(CachedDraft):
     def _materialised(self, flight: _Flight, query: Tensor) -> Tensor:
         attention = self._bound
         d = attention.dims
-        out, lse = attention.kernels["mla_materialised"].run(
-            query,
-            flight.rows,
-            flight.batch,
-            attention.up_project,
-            dims=d,
-            scale=attention.scale,
-            max_rows=attention.max_rows,
-        )
+        with attention.workspace.taken() as workspace:
+            out, lse = attention.kernels["mla_materialised"].run(
+                query,
+                flight.rows,
+                flight.batch,
+                attention.project_up,
+                dims=d,
+                scale=attention.scale,
+                workspace=workspace,
+            )
         keys, values = expand(flight.fresh.flatten(0, 1), attention.up_project, d)
         shape = flight.fresh.shape[:2]
         keys, values = (each.view(*shape, *each.shape[1:]) for each in (keys, values))

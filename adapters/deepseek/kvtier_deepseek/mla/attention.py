@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvtier.kernels import HeadDims, Kernel, PagedBatch
+from kvtier.kernels import Kernel, PagedBatch
 from kvtier_deepseek.family import Run
-from kvtier_deepseek.mla.structure import Rotation, plain_weight, rotate
+from kvtier_deepseek.mla.projections import Projections
+from kvtier_deepseek.mla.workspace import SharedWorkspace
 
 __all__ = ["COMPONENT", "Form", "Group", "MlaAttention", "MlaRun"]
 
@@ -21,6 +22,10 @@ Form = Literal["absorbed", "materialised"]
 COMPONENT = "latent"
 MANY = 256
 """Sequences, more than a device has multiprocessors."""
+QUERIES = (1, 17, 65)
+"""New tokens of a sequence, for each of which a kernel may take tiles of another size."""
+PIECE = 512
+"""Rows that a projection with an output of its own is given at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +48,13 @@ class MlaRun(Run):
 
 
 @dataclass(frozen=True, slots=True)
-class MlaAttention:
+class MlaAttention(Projections):
     """Paged attention of one module.  All but the first two are the same in every layer."""
 
-    module: nn.Module
-    index: int
-    rotation: Rotation
-    dims: HeadDims
     kernels: Mapping[str, Kernel]
-    max_rows: int
-    """Rows projected up at a time."""
-    workspace_bytes: int | str
+    workspace: SharedWorkspace
+    workspace_bytes: int
+    """Of scratch beside the workspace."""
 
     def __call__(self, run: MlaRun, hidden: Tensor, embeddings: Any) -> Tensor:
         """Attention output (1, tokens, hidden) for the step's packed tokens."""
@@ -91,47 +92,18 @@ class MlaAttention:
             many = _scratch_batch(sequences, page_tokens, norm.device)
             run = self.kernels["mla_absorbed"].run
             run(query, rows, many, latent_dim=d.latent, scale=self.scale)
-        query = norm.new_zeros(1, d.heads, d.nope + d.rope)
-        run = self.kernels["mla_materialised"].run
-        up = self.up_project
-        run(query, rows, batch, up, dims=d, scale=self.scale, max_rows=page_tokens)
-        if whole := self.kernels.get("mla_materialised_whole"):
-            whole.run(query, rows, batch, up, dims=d, scale=self.scale)
+        for queries in QUERIES:
+            query = norm.new_zeros(queries, d.heads, d.nope + d.rope)
+            self._chunked_warmup(query, rows, _scratch_batch(1, page_tokens, norm.device, queries))
 
-    def project(
-        self, hidden: Tensor, embeddings: Any, query_latent: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries without and with position, (n, heads, nope) and (n, heads, rope), and the rows
-        to be cached, (n, latent + rope), by the module's own submodules.
-
-        ``query_latent`` is what queries are projected up from, where the caller has it already.
-        """
-        m: Any = self.module
-        d, n = self.dims, hidden.shape[1]
-        if query_latent is not None:
-            query = m.q_b_proj(query_latent)
-        elif m.q_proj is not None:
-            query = m.q_proj(hidden)
-        else:
-            query = m.q_b_proj(m.q_a_layernorm(m.q_a_proj(hidden)))
-        query = query.view(1, n, d.heads, d.nope + d.rope).transpose(1, 2)
-        q_nope, q_rope = query.split((d.nope, d.rope), dim=-1)
-        latent, k_rope = m.kv_a_proj_with_mqa(hidden).split((d.latent, d.rope), dim=-1)
-        latent = m.kv_a_layernorm(latent)
-        q_rope, k_rope = rotate(self.rotation, q_rope, k_rope.view(1, 1, n, d.rope), embeddings)
-        return (
-            q_nope[0].transpose(0, 1),
-            q_rope[0].transpose(0, 1),
-            torch.cat((latent[0], k_rope[0, 0]), dim=-1),
-        )
-
-    def absorb(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries in the latent space, (n, heads, latent + rope), and what brings outputs from it
-        back to values, (heads, value, latent)."""
-        d = self.dims
-        per_head = weight.reshape(d.heads, d.nope + d.value, d.latent)
-        key_up, value_up = torch.split(per_head, [d.nope, d.value], dim=1)
-        return torch.cat((torch.einsum("nhp,hpl->nhl", q_nope, key_up), q_rope), dim=-1), value_up
+    def _chunked_warmup(self, query: Tensor, rows: Tensor, batch: PagedBatch) -> None:
+        options: dict[str, Any] = {"dims": self.dims, "scale": self.scale}
+        with self.workspace.taken() as options["workspace"]:
+            for name in ("mla_materialised", "mla_materialised_whole"):
+                fits = name == "mla_materialised" or batch.kv_lens[0] <= self.workspace.rows
+                if fits and (kernel := self.kernels.get(name)):
+                    for variant in kernel.variants:
+                        variant.run(query, rows, batch, self.project_up, **options)
 
     def _absorbed(
         self,
@@ -154,57 +126,44 @@ class MlaAttention:
         return torch.einsum("nhl,hvl->nhv", out, value_up)
 
     def _materialised(self, run: MlaRun, group: Group, query: Tensor, rows: Tensor) -> Tensor:
-        longest = max(group.batch.kv_lens, default=0)
-        if longest <= self.max_rows and "mla_materialised_whole" in self.kernels:
-            whole: Tensor = run.kernel(self, "mla_materialised_whole")(
-                query, rows, group.batch, self.up_project, dims=self.dims, scale=self.scale
-            )
-            return whole
-        out: Tensor
-        out, _ = run.kernel(self, "mla_materialised")(
-            query,
-            rows,
-            group.batch,
-            self.up_project,
-            dims=self.dims,
-            scale=self.scale,
-            max_rows=self.max_rows,
-        )
-        return out
+        whole = max(group.batch.kv_lens, default=0) <= self.workspace.rows
+        options: dict[str, Any] = {"dims": self.dims, "scale": self.scale}
+        with self.workspace.taken() as options["workspace"]:
+            if whole and "mla_materialised_whole" in self.kernels:
+                kernel = run.kernel(self, "mla_materialised_whole")
+                found: Tensor = kernel(query, rows, group.batch, self.project_up, **options)
+                return found
+            kernel = run.kernel(self, "mla_materialised")
+            out: Tensor
+            out, _ = kernel(query, rows, group.batch, self.project_up, **options)
+            return out
 
-    def up_project(self, latent: Tensor) -> Tensor:
-        """Keys without position and values (m, heads, nope + value) of latents (m, latent)."""
-        up: Tensor = self.module.kv_b_proj(latent)  # type: ignore[operator]
-        return up.view(latent.shape[0], self.dims.heads, self.dims.nope + self.dims.value)
+    def project_up(self, latent: Tensor, out: Tensor) -> None:
+        """``up_project`` into ``out``, without as much memory again."""
+        weight = self.up_weight(latent.dtype)
+        if weight is not None:
+            torch.mm(latent, weight.detach().t(), out=out.flatten(1))
+            return
+        for low in range(0, latent.shape[0], PIECE):
+            out[low : low + PIECE] = self.up_project(latent[low : low + PIECE])
 
     @property
-    def absorbs(self) -> bool:
-        """Whether decode steps take the absorbed form, as the module is now."""
-        norm: Any = self.module.kv_a_layernorm
-        return self.up_weight(norm.weight.dtype) is not None
-
-    def up_weight(self, dtype: torch.dtype) -> Tensor | None:
-        """The up-projection's weight where it may be absorbed, asked anew at every call."""
-        d = self.dims
-        linear = self.module.kv_b_proj
-        assert isinstance(linear, nn.Module)
-        weight = plain_weight(linear, (d.heads * (d.nope + d.value), d.latent))
-        return weight if weight is not None and weight.dtype == dtype else None
-
-    @property
-    def scale(self) -> float:
-        """Of scores, as the module has it now."""
-        scale: float = self.module.scaling  # type: ignore[assignment]
-        return scale
+    def max_rows(self) -> int:
+        """Rows projected up at a time."""
+        return self.workspace.rows
 
 
-def _scratch_batch(sequences: int, page_tokens: int, device: torch.device) -> PagedBatch:
-    """Sequences of one token each, all in page 0."""
+def _scratch_batch(
+    sequences: int, page_tokens: int, device: torch.device, queries: int = 1
+) -> PagedBatch:
+    """Sequences of so many tokens each, all in page 0."""
+    pages = -(-queries // page_tokens)
+    offsets = torch.arange(sequences + 1, dtype=torch.int32, device=device)
     return PagedBatch(
-        query_lens=(1,) * sequences,
-        kv_lens=(1,) * sequences,
-        block_table=torch.zeros(sequences, 1, dtype=torch.int32, device=device),
-        cu_seqlens_q=torch.arange(sequences + 1, dtype=torch.int32, device=device),
-        kv_lens_device=torch.ones(sequences, dtype=torch.int32, device=device),
+        query_lens=(queries,) * sequences,
+        kv_lens=(queries,) * sequences,
+        block_table=torch.zeros(sequences, pages, dtype=torch.int32, device=device),
+        cu_seqlens_q=offsets * queries,
+        kv_lens_device=torch.full((sequences,), queries, dtype=torch.int32, device=device),
         page_tokens=page_tokens,
     )

@@ -33,6 +33,7 @@ from kvtier_deepseek.mla.window import (
     captures_of,
     window_run,
 )
+from kvtier_deepseek.mla.workspace import SharedWorkspace
 
 __all__ = ["MlaFamily", "mla_family"]
 
@@ -63,6 +64,10 @@ class MlaFamily:
     @property
     def max_rows(self) -> int:
         return self._full[0].max_rows
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._full[0].workspace.nbytes
 
     @property
     def decoding(self) -> Mapping[str, Kernel]:
@@ -149,9 +154,17 @@ def mla_family(
         record = RECORDS[FORMATS[str(layout.meta["window_record"])]]
         cases |= _window_cases(dims, record, dtype, device.type)
     kernels = select_all(cases, backend=backend)
-    max_rows = workspace_rows(workspace_bytes, dims, dtype.itemsize, layout.page_tokens)
+    max_rows = workspace_rows(
+        workspace_bytes,
+        dims,
+        dtype.itemsize,
+        layout.page_tokens,
+        fused=kernels["mla_materialised"].backend == "triton",
+    )
+    workspace = SharedWorkspace(max_rows, dims, dtype, device)
+    left = workspace.beside(workspace_bytes)
     full = [
-        MlaAttention(layer.module, layer.index, rotation, dims, kernels, max_rows, workspace_bytes)
+        MlaAttention(layer.module, layer.index, rotation, dims, kernels, workspace, left)
         for layer, rotation in zip(layers, rotations, strict=True)
     ]
     attentions: list[MlaAttention | WindowAttention] = list(full)
