@@ -6,16 +6,30 @@ without asking the device, within a captured graph too.
 """
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvtier.kernels.compress import compress
 from kvtier.kernels.mla import PagedBatch
-from kvtier.kernels.query import norm_rope, quantise_query, rope
+from kvtier.kernels.query import norm_rope, quantise_query, rms_norm, rope
 from kvtier.kernels.records import Record, write_records
 
-__all__ = ["compress_write", "index_query", "write_normed"]
+__all__ = [
+    "LatentRope",
+    "check_latent",
+    "compress_write",
+    "index_query",
+    "write_latent",
+    "write_normed",
+]
+
+LatentRope = Literal["interleaved", "half", "interleaved_to_half"]
+"""How the rope part of a latent row is rotated.  "interleaved": pairs lie adjacent and stay so, in
+float32, rounded once (V2).  "half": they lie half a row apart and stay so; "interleaved_to_half":
+they lie adjacent, and are written half a row apart (V3, V3.2); in both every product and sum is
+rounded to the values' type."""
 
 
 def write_normed(
@@ -36,6 +50,66 @@ def write_normed(
     """
     rows = norm_rope(values, weight, cos, sin, eps=eps)
     write_records(storage, slots, rows, record)
+
+
+def write_latent(
+    storage: Tensor,
+    slots: Tensor,
+    values: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    record: Record,
+    *,
+    eps: float,
+    rotation: LatentRope,
+) -> None:
+    """Write latent rows as ``write_records`` does, from what the down-projection gives.
+
+    ``values`` (n, latent + 2 * pairs): the latent is normed, the rest rotated by ``cos`` and
+    ``sin`` (n, pairs) of each row's position, which are taken in the values' type but for
+    "interleaved".  ``weight`` (latent,) is of the values' type; None: latents come normed.
+
+    Rounded where the models' own modules round: the norm to the values' type, and again when it is
+    multiplied by ``weight``.  But its sum is taken by halves, which theirs is not: a normed value
+    may be the next one to theirs, and then so may its code; rotated values are theirs, and so is
+    all of a row whose latent comes normed.
+    """
+    latent_dim = check_latent(values, weight, cos, sin, rotation)
+    latent, rest = torch.split(values, [latent_dim, 2 * cos.shape[1]], dim=1)
+    if weight is not None:
+        latent = rms_norm(latent, None, eps=eps).to(values.dtype) * weight
+    rows = torch.cat((latent, _turned(rest, cos, sin, rotation)), dim=1)
+    write_records(storage, slots, rows, record)
+
+
+def check_latent(
+    values: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, rotation: LatentRope
+) -> int:
+    """Values of a latent.  Raises ValueError for shapes and types that ``write_latent`` refuses."""
+    latent = values.shape[1] - 2 * cos.shape[1]
+    if rotation not in get_args(LatentRope):
+        raise ValueError(f"rotation {rotation!r} is not one of {get_args(LatentRope)}")
+    if cos.shape != sin.shape or cos.shape[0] != values.shape[0] or latent < 1:
+        raise ValueError(
+            f"values {tuple(values.shape)}, rotation {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if weight is not None and (weight.shape != (latent,) or weight.dtype != values.dtype):
+        raise ValueError(
+            f"weight {weight.dtype} {tuple(weight.shape)} of {latent} values of {values.dtype}"
+        )
+    return latent
+
+
+def _turned(values: Tensor, cos: Tensor, sin: Tensor, rotation: LatentRope) -> Tensor:
+    if rotation == "interleaved":
+        return rope(values, cos, sin).to(values.dtype)
+    cos, sin = cos.to(values.dtype), sin.to(values.dtype)
+    if rotation == "half":
+        a, b = values.chunk(2, dim=1)
+    else:
+        a, b = values[:, 0::2], values[:, 1::2]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=1)
 
 
 def compress_write(

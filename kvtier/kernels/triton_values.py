@@ -69,6 +69,15 @@ def cast(x, to: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, to: tl.constexpr):
+    """float32 values rounded to what the type can hold."""
+    if to == tl.float32:
+        return x
+    else:
+        return widened(cast(x, to))
+
+
+@triton.jit
 def e4m3_codes(x):
     bits = bits_of(x)
     size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)

@@ -10,17 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtier.kernels.fused import LatentRope, check_latent
 from kvtier.kernels.records import Record
 from kvtier.kernels.triton_values import (
+    bf16_bits,
     cast,
     over_root_mean_square,
     rotated,
+    rounded,
     store_record,
     store_rope,
     widened,
 )
 
-__all__ = ["adjacent", "pool_of", "write_normed", "write_records", "write_rows"]
+__all__ = ["adjacent", "pool_of", "write_latent", "write_normed", "write_records", "write_rows"]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -76,6 +79,52 @@ def write_normed(
     _write(storage, slots, values, record, weight, cos, sin, eps)
 
 
+def write_latent(
+    storage: Tensor,
+    slots: Tensor,
+    values: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    record: Record,
+    *,
+    eps: float,
+    rotation: LatentRope,
+) -> None:
+    """``kvtier.kernels.write_latent``, for latents of a power of two and as many pairs, of a type
+    of at most 32 bits."""
+    latent, pairs = check_latent(values, weight, cos, sin, rotation), cos.shape[1]
+    if latent & (latent - 1) or pairs & (pairs - 1) or not pairs:
+        raise ValueError(f"{latent=} and {pairs=} must be powers of two here")
+    values, cos, sin = adjacent(values), adjacent(cos), adjacent(sin)
+    if cos.stride() != sin.stride():
+        raise ValueError(f"rotation with strides {cos.stride()}, {sin.stride()}")
+    page_stride, per_page, there = _target(storage, slots, values, record)
+    if not values.shape[0]:
+        return
+    _write_latent[(values.shape[0],)](
+        storage,
+        page_stride,
+        per_page,
+        there,
+        slots,
+        values,
+        values.stride(0),
+        weight,
+        cos,
+        sin,
+        cos.stride(0),
+        eps,
+        RECORD=record.name,
+        DIM=latent,
+        PAIRS=pairs,
+        ROTATION=rotation,
+        NORM=weight is not None,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+
+
 def adjacent(values: Tensor) -> Tensor:
     """``values`` with its last dimension adjacent; copied where it is not."""
     return values if values.stride(-1) == 1 else values.contiguous()
@@ -110,12 +159,7 @@ def _write(
     sin: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    if values.dim() != 2 or values.shape != (slots.shape[0], record.dim or storage.shape[-1]):
-        raise ValueError(
-            f"values {tuple(values.shape)} do not match {slots.shape[0]} slots of "
-            f"{record.dim or storage.shape[-1]} values"
-        )
-    page_stride, per_page, there = pool_of(storage, record)
+    page_stride, per_page, there = _target(storage, slots, values, record)
     values = adjacent(values)
     if not values.shape[0]:
         return
@@ -140,6 +184,16 @@ def _write(
         num_warps=1,
         enable_fp_fusion=False,
     )
+
+
+def _target(storage: Tensor, slots: Tensor, values: Tensor, record: Record) -> tuple[int, int, int]:
+    """``pool_of`` what these values are written to.  Raises ValueError unless they fit a slot."""
+    width = record.dim or storage.shape[-1]
+    if values.dim() != 2 or values.shape != (slots.shape[0], width):
+        raise ValueError(
+            f"values {tuple(values.shape)} do not match {slots.shape[0]} slots of {width} values"
+        )
+    return pool_of(storage, record)
 
 
 def _check_rotation(values: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -213,3 +267,66 @@ def _write_records(
             rope = tl.load(values + row * values_stride + DIM + tl.arange(0, ROPE))
             page = storage + slot // per_page * page_stride
             store_rope(widened(rope), page + slot % per_page * 656 + 528)
+
+
+@triton.jit(do_not_specialize=["there", "eps"], do_not_specialize_on_alignment=["slots"])
+def _write_latent(
+    storage,
+    page_stride,
+    per_page,
+    there,
+    slots,
+    values,
+    values_stride,
+    weight,
+    cos,
+    sin,
+    turn_stride,
+    eps,
+    RECORD: tl.constexpr,
+    DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROTATION: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if (slot >= 0) & (slot < there):
+        values += row * values_stride
+        type: tl.constexpr = values.dtype.element_ty
+        at = tl.arange(0, DIM)
+        x = widened(tl.load(values + at))
+        if NORM:
+            x = rounded(over_root_mean_square(x, eps), type)
+            x = rounded(x * widened(tl.load(weight + at)), type)
+        store_record(x, storage, page_stride, per_page, slot, RECORD)
+        pair = tl.arange(0, PAIRS)
+        # Where the two of a pair lie, and where they go to.
+        if ROTATION == "half":
+            first, second = pair, pair + PAIRS
+        else:
+            first, second = 2 * pair, 2 * pair + 1
+        a = widened(tl.load(values + DIM + first))
+        b = widened(tl.load(values + DIM + second))
+        c = widened(tl.load(cos + row * turn_stride + pair))
+        s = widened(tl.load(sin + row * turn_stride + pair))
+        if ROTATION == "interleaved":
+            a, b = rounded(a * c - b * s, type), rounded(b * c + a * s, type)
+        else:
+            first, second = pair, pair + PAIRS
+            c, s = rounded(c, type), rounded(s, type)
+            a, b = (
+                rounded(rounded(a * c, type) - rounded(b * s, type), type),
+                rounded(rounded(b * c, type) + rounded(a * s, type), type),
+            )
+        if RECORD == "dense":
+            rest = storage + slot * page_stride + DIM
+            target: tl.constexpr = storage.dtype.element_ty
+            tl.store(rest + first, cast(a, target))
+            tl.store(rest + second, cast(b, target))
+        else:
+            tl.static_assert(RECORD == "mla_fp8")
+            rest = storage + slot // per_page * page_stride + slot % per_page * 656 + 528
+            halves = rest.to(tl.pointer_type(tl.uint16))
+            tl.store(halves + first, bf16_bits(a).to(tl.uint16))
+            tl.store(halves + second, bf16_bits(b).to(tl.uint16))
