@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
@@ -22,14 +22,18 @@ from triton.runtime.jit import JITFunction
 
 from kvtier.kernels import (
     RECORDS,
+    HeadDims,
+    Workspace,
     triton_compress,
     triton_index,
     triton_mla_sparse,
+    triton_prefill,
     triton_query,
     triton_sparse,
     triton_values,
     triton_write,
 )
+from kvtier.kernels.fused import LatentRope
 from tests.unit.v4_cases import batch_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,6 +65,26 @@ def writers() -> Iterator[tuple[str, Callable[[], Any]]]:
                         f"write_normed {label}",
                         lambda s=storage, v=values, r=record: triton_write.write_normed(
                             s, slots, v, v[0], turns, turns, r, eps=1e-6
+                        ),
+                    )
+
+
+def latent_writers() -> Iterator[tuple[str, Callable[[], Any]]]:
+    slots = torch.zeros(3, dtype=torch.int64)
+    for dtype in FLOATS:
+        values, turns = torch.zeros(3, 576, dtype=dtype), torch.zeros(3, 32, dtype=dtype)
+        for name in ("dense", "mla_fp8"):
+            for rotation in get_args(LatentRope) if dtype == torch.bfloat16 else ("half",):
+                for weight in (values[0, :512], None):
+                    label = f"{name} {rotation} {dtype}".replace("torch.", "")
+                    yield (
+                        f"write_latent {label} {'normed here' if weight is not None else ''}",
+                        lambda n=name, v=values, t=turns, w=weight, r=rotation: (
+                            triton_write.write_latent(
+                                *(pages(n, 576, v.dtype), slots, v, w, t, t, RECORDS[n]),
+                                eps=1e-6,
+                                rotation=r,
+                            )
                         ),
                     )
 
@@ -116,6 +140,12 @@ def queries() -> Iterator[tuple[str, Callable[[], Any]]]:
             f"index_query 128 {short}",
             lambda q=index: triton_query.index_query(
                 q, torch.zeros(3, 64), turns, turns, RECORDS["index_fp8"]
+            ),
+        )
+        yield (
+            f"index_query 128 {short} that comes rotated",
+            lambda q=index: triton_query.index_query(
+                q, torch.zeros(3, 64), turns[:, :0], turns[:, :0], RECORDS["index_fp8"]
             ),
         )
 
@@ -174,6 +204,29 @@ def latents() -> Iterator[tuple[str, Callable[[], Any]]]:
             )
 
 
+def prefills() -> Iterator[tuple[str, Callable[[], Any]]]:
+    dims = HeadDims(heads=128, latent=512, rope=64, nope=128, value=128)
+    for name, dtype in (
+        ("dense", torch.bfloat16),
+        ("dense", torch.float16),
+        ("mla_fp8", torch.bfloat16),
+    ):
+        workspace = Workspace.allocate(64, dims, dtype, "cpu")
+        for queries in (1, 17, 65):
+            query = torch.zeros(queries, 128, 192, dtype=dtype)
+            yield (
+                f"mla_materialised {name} {queries} {dtype}".replace("torch.", ""),
+                lambda q=query, name=name, space=workspace: triton_prefill.materialised(
+                    *(q, pages(name, 576, q.dtype), batch_of([(q.shape[0], 70)], page_tokens=64)),
+                    lambda *_: None,
+                    dims=dims,
+                    scale=1.0,
+                    workspace=space,
+                    record=RECORDS[name],
+                ),
+            )
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -209,7 +262,16 @@ def main() -> None:
 
     JITFunction.run = compile_only
     report: dict[str, Any] = {}
-    for cases in (writers, compressors, queries, indexes, attentions, latents):
+    for cases in (
+        writers,
+        latent_writers,
+        compressors,
+        queries,
+        indexes,
+        attentions,
+        latents,
+        prefills,
+    ):
         for label, call in cases():
             if len(sys.argv) > 1 and not any(word in label for word in sys.argv[1:]):
                 continue
