@@ -231,6 +231,7 @@ def _attend(
     goes_on = state % 2 == 1
     if goes_on:
         before = tl.load(carry_lse + held, mask=real, other=-float("inf"))
+        before = tl.where(before == float("inf"), -float("inf"), before)
         some = before > -float("inf")
         top = before * LOG2E
         weight = some.to(tl.float32)
