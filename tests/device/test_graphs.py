@@ -31,6 +31,7 @@ from kvtier_deepseek import Adapter, DecodeGraph, attach, layout_for
 from tests.adapter.models import full_logits, random_tokens, tiny_model
 from tests.adapter.swa_kit import expected as windowed_logits
 from tests.adapter.v4_models import v4_model
+from tests.adapter.v32_kit import new_model
 from tests.shell.v4_kit import free, sized
 
 GPU = torch.cuda.is_available()
@@ -45,28 +46,37 @@ MLA: dict[str, Any] = {
     "v_head_dim": 128,
 }
 """Sizes that the kernels of latent attention are made for."""
-KINDS = ("v3", "swa", "swa-plain", "v4", "v4-plain")
-LATENT = ("v3", "swa", "swa-plain")
+KINDS = ("v3", "swa", "swa-plain", "v32", "v32-plain", "v4", "v4-plain")
+INDEXED = ("v32", "v32-plain")
+LATENT = ("v3", "swa", "swa-plain", *INDEXED)
 WINDOWED: dict[str, Any] = {
     "num_hidden_layers": 3,
     "window_attn_skip_freq": [0, 1, 0],
     "sliding_window": 70,
 }
 """Reaches into the page before, and the one before that."""
+CHOSEN: dict[str, Any] = {"index_head_dim": 128, "index_topk": 40}
+"""Of one of the requests below everything is chosen, of others a half or a third."""
 
 
 def type_for(kind: str, *, wide: bool) -> torch.dtype:
     """The widest type that a kind's kernels take, or bfloat16."""
-    if not wide or kind == "swa":  # packed rows have queries in bfloat16
+    if not wide or kind in ("swa", "v32"):  # packed rows have queries in bfloat16
         return torch.bfloat16
     return torch.float16 if kind in LATENT else torch.float32
 
 
+def made(kind: str) -> Any:
+    if kind not in LATENT:
+        return v4_model(seed=1)
+    if kind in INDEXED:
+        return new_model(**MLA, **CHOSEN)
+    return tiny_model(**MLA, **({} if kind == "v3" else WINDOWED))
+
+
 @memo
 def model_of(kind: str, dtype: torch.dtype) -> Any:
-    windowed = {} if kind == "v3" else WINDOWED
-    model = tiny_model(**MLA, **windowed) if kind in LATENT else v4_model(seed=1)
-    model = model.to(dtype)
+    model = made(kind).to(dtype)
     # The others ask the device how many tokens each expert has.
     model.set_experts_implementation("batched_mm")
     return model.to(DEVICE)
@@ -75,8 +85,12 @@ def model_of(kind: str, dtype: torch.dtype) -> Any:
 def open_cache(kind: str, model: Any) -> Cache:
     options: dict[str, Any] = PLAIN if kind == "v4-plain" else PACKED
     if kind in LATENT:
-        record = "dense" if kind == "swa-plain" else None
-        options = {"dtype": next(model.parameters()).dtype, "window_record": record}
+        record = "dense" if kind.endswith("-plain") else "fp8"
+        options = {"dtype": next(model.parameters()).dtype}
+        if kind in INDEXED:
+            options |= {"record": record, "index_record": record}
+        elif kind != "v3":
+            options["window_record"] = record
     layout = layout_for(model.config, **options)
     config = sized(layout, gpu=24, cpu=0, max_leases=6)
     opened = Cache(layout, config, model="tiny", device=DEVICE)
@@ -179,7 +193,7 @@ def test_replay_is_eager(kind: str, wide: bool) -> None:
                 else:  # of other lengths the keys are cut into other parts
                     torch.testing.assert_close(logits, again, atol=0.05, rtol=0.05)
             assert not logits.isnan().any()
-        assert captures >= 2 or kind == "v3"
+        assert captures >= 2 or kind in ("v3", *INDEXED)
 
 
 @pytest.mark.gpu
@@ -201,6 +215,7 @@ def test_replays_give_the_logits_of_the_whole_sequence(kind: str) -> None:
     errors.sort()
     # Of rounded keys or values the tiny models' experts may be others, so not of all.
     bounds = {"v3": 0.05, "swa": 0.5, "swa-plain": 0.05, "v4": 0.5, "v4-plain": 5e-4}
+    bounds |= {"v32": 0.5, "v32-plain": 0.1}
     assert errors[len(errors) // 2] < bounds[kind], errors
 
 
@@ -338,7 +353,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         moved = {key: replace(case, device="cuda") for key, case in cases.items()}
         return select_all(moved, **options)
 
-    for family in ("mla", "v4"):
+    for family in ("mla", "v32", "v4"):
         module = importlib.import_module(f"kvtier_deepseek.{family}.family")
         monkeypatch.setattr(module, "select_all", select)
     monkeypatch.setattr(slots, "_on_host", lambda table: False)
@@ -352,12 +367,11 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "v3",
         pytest.param("v4", marks=pytest.mark.slow),
         pytest.param("swa-plain", marks=pytest.mark.slow),
+        "v32-plain",
     ],
 )
 def test_nothing_is_asked_in_a_decode_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = v4_model((4, 128), seed=1)
-    if kind in LATENT:
-        model = tiny_model(**MLA, **({} if kind == "v3" else WINDOWED)).half()
+    model = made(kind).half() if kind in LATENT else v4_model((4, 128), seed=1)
     model.set_experts_implementation("batched_mm")
     with open_cache(kind, model) as cache, cache.lease([]) as lease:
         page = cache.layout.page_tokens

@@ -1,6 +1,7 @@
 """A V3.2 model's attention, checked against its configuration and its cache's layout."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast, final
 
@@ -82,10 +83,11 @@ class V32Family:
         m: Any = layer.module
         weight = m.q_a_proj.weight
         length = m.indexer.index_topk + 1
-        scratch = Scratch(self._layout, weight.device, length)
         hidden = weight.new_zeros(1, 1, weight.shape[1])
         turns = weight.new_zeros(1, 1, layer.dims.rope)
-        layer(self._run(scratch, ((1,), (length,))), hidden, (turns, turns))
+        for workspace in (layer.workspace_bytes, 0):  # with lists cut into parts, and whole
+            run = self._run(Scratch(self._layout, weight.device, length), ((1,), (length,)))
+            replace(layer, workspace_bytes=workspace)(run, hidden, (turns, turns))
 
     def _run(self, device: DeviceStepLike, lens: RowLens) -> V32Run:
         query_lens, kv_lens = lens
