@@ -43,6 +43,9 @@ _RUN: ContextVar[Run | None] = ContextVar("kvtier_deepseek_run", default=None)
 """The innermost step now running in this thread or task."""
 
 
+Kind = Literal["decode", "verify", "prefill", "mixed"]
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What the last step did."""
@@ -55,6 +58,9 @@ class StepReport:
     padding included.  Another layer differs only where its up-projection cannot be absorbed."""
     backends: Mapping[str, str] = field(default_factory=dict)
     """Operation -> backend that ran it."""
+    kind: Kind = "decode"
+    """"decode": one token of each lease; "verify": several, as many as drafts may be checked at
+    a time or as a graph was captured with; "prefill": more of each; "mixed": of some."""
 
 
 def attach(
@@ -63,21 +69,28 @@ def attach(
     *,
     backend: Backend = "auto",
     workspace_bytes: int | str = "512MiB",
-    max_absorbed: int | None = None,
+    device_bytes: int | str | None = None,
+    max_absorbed: int | Literal["measured"] | None = None,
     draft: CachedDraft | None = None,
 ) -> "Adapter":
     """Let every attention layer of ``model`` read and write ``cache`` during a step.
 
     All layers or none; other models in the process are untouched; ``state_dict`` keys do not
-    change.  ``workspace_bytes`` bounds the scratch of attention.  V2 and V3 have two forms of it:
-    sequences with at most ``max_absorbed`` new tokens take the absorbed one (default: where the
-    operation counts meet); V3.2 and V4 have one, and take no limit.  ``draft`` keeps rows in the
-    cache as the model does, in every step; without one draft layers are filled with zeros.
+    change.  ``workspace_bytes`` bounds the scratch of attention, beside what a step's own tokens
+    take; of V2 and V3 most of it is taken here, once for all layers.  ``device_bytes`` is what the
+    cache's device pool and this scratch may come to together; without it only what the device has
+    no room for is refused.  V2 and V3 have two forms of attention: sequences with at most
+    ``max_absorbed`` new tokens take the absorbed one.  By default that is where the operation
+    counts meet; "measured" times both forms of the first layer here and now, with its own kernels.
+    V3.2 and V4 have one form, and take no limit.  ``draft`` keeps rows in the cache as the model
+    does, in every step; without one draft layers are filled with zeros.
     Raises UnsupportedModel naming what is missing, LayoutMismatch naming the field in which the
     cache's layout is not this model's, ConfigError for a backend, workspace or limit that cannot
     work.
     """
     _check_model(model)
+    if device_bytes is not None:
+        _check_budget(cache, workspace_bytes, device_bytes)
     for name, module in model.named_modules():
         if isinstance(vars(module).get("forward"), _Override):
             raise KVTierError(f"{name} is attached to a cache already; detach that adapter first")
@@ -117,6 +130,7 @@ class Adapter:
         self._layout: Layout = cache.layout
         self._overrides: list[_Override] = []
         self._report = StepReport(0, 0)
+        self._used: dict[Kind, Mapping[str, str]] = {}
         self._draft = draft
         self._blank = None
         self._hooks: list[RemovableHandle] = []
@@ -141,6 +155,14 @@ class Adapter:
         return self._report
 
     @property
+    def backends_used(self) -> Mapping[Kind, Mapping[str, str]]:
+        """Kind of step -> operation -> backend that ran it in the last step of that kind.
+
+        What a captured graph does was decided, and noted, when it was captured.
+        """
+        return MappingProxyType(self._used)
+
+    @property
     def draft(self) -> CachedDraft | None:
         """The draft that the model was attached with."""
         return self._draft
@@ -156,6 +178,11 @@ class Adapter:
         """Rows projected up at a time: what ``workspace_bytes`` came to; 0 for models that project
         none."""
         return self._family.max_rows
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of ``workspace_bytes``, what is held from here on, by all layers together."""
+        return self._family.reserved_bytes
 
     def __call__(self, step: StepLike) -> Tensor:
         """Logits of each lease's last token, (batch, vocab).  See ``forward``."""
@@ -256,7 +283,9 @@ class Adapter:
             len(run.written),
             MappingProxyType(run.forms),
             MappingProxyType(run.backends),
+            _kind(step, device, bound, self._layout.max_draft),
         )
+        self._used[self._report.kind] = self._report.backends
         logits: Tensor = result.logits[0]
         return logits
 
@@ -267,9 +296,10 @@ class Adapter:
         elif self._blank is not None:
             self._blank.record(step, device)
 
-    def _note(self, tokens: int) -> None:
+    def _note(self, tokens: int, captured: StepReport) -> None:
         """A graph has run: what it does was reported when it was captured."""
-        self._report = replace(self._report, tokens=tokens)
+        self._report = replace(captured, tokens=tokens)
+        self._used[captured.kind] = captured.backends
 
     def warmup(self) -> None:
         """Run every kernel that a step may need once, on scratch pages; compiles what compiles."""
@@ -387,3 +417,16 @@ def _check_model(model: nn.Module) -> None:
 
 def _made_by_kvtier(step: object) -> bool:
     return isinstance(step, Step)
+
+
+def _kind(step: StepLike, device: DeviceStepLike, bound: int | None, drafts: int) -> Kind:
+    if bound is not None:  # of any step with as many tokens in each row
+        queries = device.input_ids.shape[0] // max(1, device.kv_lens.shape[0])
+        return "decode" if queries == 1 else "verify"
+    most = int(step.query_lens.max(initial=1))
+    least = int(step.query_lens.min(initial=most))
+    if most == 1:
+        return "decode"
+    if most <= 1 + drafts:
+        return "verify"
+    return "mixed" if least <= 1 else "prefill"

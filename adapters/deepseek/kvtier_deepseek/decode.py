@@ -73,6 +73,7 @@ class DecodeGraph:
         self._taps: dict[str, Tensor] = {}
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured = adapter.report
         with cache.step([]) as step:  # nothing but padding, which writes nothing
             device = self._arrays(step)
             if device.input_ids.device.type == "cuda":
@@ -96,7 +97,7 @@ class DecodeGraph:
         self._graph.replay()
         self._adapter._family.capture(step, device)
         self._adapter._record(step, device, self._taps)
-        self._adapter._note(tokens)
+        self._adapter._note(tokens, self._captured)
         assert self._logits is not None
         return self._logits[:tokens]
 
@@ -148,3 +149,4 @@ class DecodeGraph:
         with torch.cuda.graph(graph, stream=ahead, capture_error_mode="thread_local"):
             self._logits = self._adapter._run(step, device, self._bound, taps=self._taps)
         self._graph = graph
+        self._captured = self._adapter.report

@@ -4,17 +4,17 @@ A *family* is the models whose attention layers are made of the same parts and c
 components.  Knows nothing of any of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kvtier.kernels import Kernel
+from kvtier.kernels import Kernel, Load, PagedBatch
 from kvtier_deepseek.metadata import DeviceStepLike, StepLike
 
-__all__ = ["Family", "LayerAttention", "Run"]
+__all__ = ["Family", "LayerAttention", "Run", "load_of", "variants_of"]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -31,6 +31,10 @@ class Run:
     """Form -> sequences that took it, of the first layer."""
     backends: dict[str, str] = field(default_factory=dict)
     """Operation -> backend used."""
+    loads: dict[str, Load] = field(default_factory=dict)
+    """Operation -> how much a call of it has to do, where that decides what is called."""
+    picked: dict[str, Kernel] = field(default_factory=dict)
+    """Operation -> the kernel that was picked by its load: the same in all layers."""
     taps: dict[str, Tensor] = field(default_factory=dict)
     """What drafts have asked for of this pass."""
 
@@ -47,8 +51,15 @@ class Run:
     def kernel(self, layer: "LayerAttention", operation: str) -> Callable[..., Any]:
         """What a layer calls for this operation; it is noted as used."""
         kernel = layer.kernels[operation]
+        if kernel.rivals:
+            kernel = self.picked.get(operation) or self._pick(operation, kernel)
         self.backends[operation] = kernel.backend
         return kernel.run
+
+    def _pick(self, operation: str, kernel: Kernel) -> Kernel:
+        if (load := self.loads.get(operation)) is not None:
+            kernel = self.picked[operation] = kernel.for_load(load)
+        return kernel
 
 
 class LayerAttention(Protocol):
@@ -86,6 +97,10 @@ class Family(Protocol):
         are."""
 
     @property
+    def reserved_bytes(self) -> int:
+        """Scratch that is held all the time, for all layers together."""
+
+    @property
     def decoding(self) -> Mapping[str, Kernel]:
         """The kernels that a decode step of one token a row runs, by operation.
 
@@ -112,3 +127,26 @@ class Family(Protocol):
 
     def warmup(self) -> None:
         """Run every kernel that a step may need once, on scratch pages."""
+
+
+def load_of(batch: PagedBatch, heads: int, *, captured: bool) -> Load:
+    """How much attention to all rows of these sequences has to do."""
+    sequences = max(1, len(batch.kv_lens))
+    return Load(
+        batch=sequences,
+        heads=heads,
+        keys=sum(batch.kv_lens) // sequences,
+        queries=max(batch.query_lens, default=1),
+        page_tokens=batch.page_tokens,
+        captured=captured,
+    )
+
+
+def variants_of(kernels: Mapping[str, Kernel]) -> Iterator[dict[str, Kernel]]:
+    """``Run.picked`` of runs that between them call every kernel that a step may pick."""
+    turns = max((len(kernel.variants) for kernel in kernels.values()), default=1)
+    for turn in range(turns):
+        yield {
+            operation: kernel.variants[min(turn, len(kernel.variants) - 1)]
+            for operation, kernel in kernels.items()
+        }

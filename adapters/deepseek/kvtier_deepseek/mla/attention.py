@@ -4,8 +4,9 @@ Everything outside attention proper is the model's own: projections, norms, rope
 are read at each call, so nothing here is stale after they change in place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -69,10 +70,13 @@ class MlaAttention(Projections):
         for group in run.groups if weight is not None else (run.whole,):
             pick = slice(None) if group.tokens is None else group.tokens
             if group.form == "absorbed" and weight is not None:
-                part = self._absorbed(run, group, q_nope[pick], q_rope[pick], rows, weight)
+                kernel = run.kernel(self, "mla_absorbed")
+                queries = (q_nope[pick], q_rope[pick])
+                part = self.attend_absorbed(kernel, group.batch, *queries, rows, weight)
             else:
                 query = torch.cat((q_nope[pick], q_rope[pick]), dim=-1)
-                part = self._materialised(run, group, query, rows)
+                kernels = partial(run.kernel, self)
+                part = self.attend_materialised(kernels, group.batch, query, rows)
             out[pick] = part
             if reports:
                 taken = run.forms.get(group.form, 0)
@@ -90,8 +94,8 @@ class MlaAttention(Projections):
         for sequences in (1, MANY):  # a kernel may cut a large batch up in another way
             query = norm.new_zeros(sequences, d.heads, d.latent + d.rope)
             many = _scratch_batch(sequences, page_tokens, norm.device)
-            run = self.kernels["mla_absorbed"].run
-            run(query, rows, many, latent_dim=d.latent, scale=self.scale)
+            for kernel in self.kernels["mla_absorbed"].variants:
+                kernel.run(query, rows, many, latent_dim=d.latent, scale=self.scale)
         for queries in QUERIES:
             query = norm.new_zeros(queries, d.heads, d.nope + d.rope)
             self._chunked_warmup(query, rows, _scratch_batch(1, page_tokens, norm.device, queries))
@@ -105,37 +109,44 @@ class MlaAttention(Projections):
                     for variant in kernel.variants:
                         variant.run(query, rows, batch, self.project_up, **options)
 
-    def _absorbed(
+    def attend_absorbed(
         self,
-        run: MlaRun,
-        group: Group,
+        kernel: Callable[..., Any],
+        batch: PagedBatch,
         q_nope: Tensor,
         q_rope: Tensor,
         rows: Tensor,
         weight: Tensor,
     ) -> Tensor:
+        """(n, heads, value), by a kernel of "mla_absorbed"; ``weight`` is that of ``up_weight``."""
         query, value_up = self.absorb(q_nope, q_rope, weight)
-        out, _ = run.kernel(self, "mla_absorbed")(
+        out, _ = kernel(
             query,
             rows,
-            group.batch,
+            batch,
             latent_dim=self.dims.latent,
             scale=self.scale,
             workspace_bytes=self.workspace_bytes,
         )
         return torch.einsum("nhl,hvl->nhv", out, value_up)
 
-    def _materialised(self, run: MlaRun, group: Group, query: Tensor, rows: Tensor) -> Tensor:
-        whole = max(group.batch.kv_lens, default=0) <= self.workspace.rows
+    def attend_materialised(
+        self,
+        kernel: Callable[[str], Callable[..., Any]],
+        batch: PagedBatch,
+        query: Tensor,
+        rows: Tensor,
+    ) -> Tensor:
+        """(n, heads, value), by the kernel of whichever operation fits the batch."""
+        whole = max(batch.kv_lens, default=0) <= self.workspace.rows
         options: dict[str, Any] = {"dims": self.dims, "scale": self.scale}
         with self.workspace.taken() as options["workspace"]:
+            args = (query, rows, batch, self.project_up)
             if whole and "mla_materialised_whole" in self.kernels:
-                kernel = run.kernel(self, "mla_materialised_whole")
-                found: Tensor = kernel(query, rows, group.batch, self.project_up, **options)
+                found: Tensor = kernel("mla_materialised_whole")(*args, **options)
                 return found
-            kernel = run.kernel(self, "mla_materialised")
             out: Tensor
-            out, _ = kernel(query, rows, group.batch, self.project_up, **options)
+            out, _ = kernel("mla_materialised")(*args, **options)
             return out
 
     def project_up(self, latent: Tensor, out: Tensor) -> None:

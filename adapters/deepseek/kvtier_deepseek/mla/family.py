@@ -2,16 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast, final
+from typing import Any, Literal, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from kvtier import ConfigError, LayoutMismatch
-from kvtier.kernels import RECORDS, Case, HeadDims, Kernel, Record, select_all, workspace_rows
+from kvtier.kernels import (
+    RECORDS,
+    Case,
+    HeadDims,
+    Kernel,
+    Load,
+    Record,
+    select_all,
+    workspace_rows,
+)
 from kvtier.layouts import Layout
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.errors import UnsupportedModel
+from kvtier_deepseek.family import load_of
 from kvtier_deepseek.fields import DRAFT_STATE, size
 from kvtier_deepseek.metadata import (
     DeviceStepLike,
@@ -25,7 +35,8 @@ from kvtier_deepseek.metadata import (
 from kvtier_deepseek.mla import structure
 from kvtier_deepseek.mla.attention import COMPONENT, MlaAttention, MlaRun
 from kvtier_deepseek.mla.config import head_dims, window_layers
-from kvtier_deepseek.mla.grouping import absorb_limit, make_run
+from kvtier_deepseek.mla.grouping import make_run
+from kvtier_deepseek.mla.threshold import absorb_limit, measured_limit
 from kvtier_deepseek.mla.window import (
     FORMATS,
     WINDOW,
@@ -105,10 +116,20 @@ class MlaFamily:
             page_tokens=self._layout.page_tokens,
             max_absorbed=self._max_absorbed,
         )
+        captured, heads = bound is not None, self._full[0].dims.heads
+        for group in run.groups:
+            if group.form == "absorbed":
+                run.loads["mla_absorbed"] = load_of(group.batch, heads, captured=captured)
         if not self._windowed:
             return run
-        captures = None if bound is not None else self._captures(step, device)
-        return window_run(run, cast(TailDeviceStepLike, device), captures, self._layout.windows[0])
+        captures = None if captured else self._captures(step, device)
+        windowed = window_run(
+            run, cast(TailDeviceStepLike, device), captures, self._layout.windows[0]
+        )
+        tokens, keys = windowed.slots.shape
+        windowed.loads |= run.loads
+        windowed.loads["mla_sparse"] = Load(tokens, heads, keys, captured=captured)
+        return windowed
 
     def capture(self, step: StepLike, device: DeviceStepLike) -> None:
         if self._windowed and (captures := self._captures(step, device)) is not None:
@@ -130,11 +151,13 @@ def mla_family(
     *,
     backend: str,
     workspace_bytes: int | str,
-    max_absorbed: int | None,
+    max_absorbed: int | Literal["measured"] | None,
 ) -> MlaFamily:
     """The family of ``model``; arguments and errors are those of ``attach``."""
-    if max_absorbed is not None and max_absorbed < 0:
+    if isinstance(max_absorbed, int) and max_absorbed < 0:
         raise ConfigError(f"max_absorbed={max_absorbed} is negative; 0 turns the absorbed form off")
+    if isinstance(max_absorbed, str) and max_absorbed != "measured":
+        raise ConfigError(f'max_absorbed={max_absorbed!r} must be a count, "measured" or None')
     config: Any = getattr(model, "config", None)
     layers = structure.attention_layers(model, config)
     dims = head_dims(config)
@@ -173,6 +196,8 @@ def mla_family(
             if each.index in window.layers:
                 attentions[each.index] = WindowAttention(each, window, record)
     limit = absorb_limit(dims) if max_absorbed is None else max_absorbed
+    if limit == "measured":
+        limit = measured_limit(full[0], layout.page_tokens)
     return MlaFamily(layout, attentions, limit)
 
 

@@ -105,15 +105,16 @@ class WindowAttention:
         slots = torch.full((1, c.window or 1), -1, dtype=torch.int32, device=norm.device)
         slots[0, 0] = 0
         for workspace in (self.full.workspace_bytes, 0):  # with lists cut into parts, and whole
-            self.kernels["mla_sparse"].run(
-                norm.new_zeros(1, d.heads, d.latent + d.rope),
-                rows,
-                slots,
-                latent_dim=d.latent,
-                scale=self.full.scale,
-                record=self.record,
-                workspace_bytes=workspace,
-            )
+            for kernel in self.kernels["mla_sparse"].variants:
+                kernel.run(
+                    norm.new_zeros(1, d.heads, d.latent + d.rope),
+                    rows,
+                    slots,
+                    latent_dim=d.latent,
+                    scale=self.full.scale,
+                    record=self.record,
+                    workspace_bytes=workspace,
+                )
 
 
 def window_run(

@@ -13,6 +13,7 @@ from kvtier.kernels import (
     RECORDS,
     Case,
     Kernel,
+    Load,
     PagedBatch,
     Record,
     mla_sparse,
@@ -22,6 +23,7 @@ from kvtier.kernels import (
 from kvtier.layouts import Layout
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.errors import UnsupportedModel
+from kvtier_deepseek.family import variants_of
 from kvtier_deepseek.metadata import DeviceStepLike, RowLens, StepLike, row_lens, validate_step
 from kvtier_deepseek.mla import structure as mla_structure
 from kvtier_deepseek.v32.attention import INDEX, LATENT, V32Attention, V32Run
@@ -43,6 +45,7 @@ class V32Family:
 
     max_absorbed = 0
     max_rows = 0
+    reserved_bytes = 0
     options: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, layout: Layout, layers: list[V32Attention]) -> None:
@@ -72,7 +75,12 @@ class V32Family:
             )
 
     def make_run(self, step: StepLike, device: DeviceStepLike, bound: int | None) -> V32Run:
-        return self._run(device, row_lens(step, device, bound))
+        run = self._run(device, row_lens(step, device, bound))
+        layer = self._layers[0]
+        topk = int(cast(Any, layer.module).indexer.index_topk)
+        tokens = device.input_ids.shape[0]
+        run.loads["mla_sparse"] = Load(tokens, layer.dims.heads, topk, captured=bound is not None)
+        return run
 
     def capture(self, step: StepLike, device: DeviceStepLike) -> None:
         """Nothing: pages hold all there is."""
@@ -86,8 +94,10 @@ class V32Family:
         hidden = weight.new_zeros(1, 1, weight.shape[1])
         turns = weight.new_zeros(1, 1, layer.dims.rope)
         for workspace in (layer.workspace_bytes, 0):  # with lists cut into parts, and whole
-            run = self._run(Scratch(self._layout, weight.device, length), ((1,), (length,)))
-            replace(layer, workspace_bytes=workspace)(run, hidden, (turns, turns))
+            for picked in variants_of(layer.kernels):
+                run = self._run(Scratch(self._layout, weight.device, length), ((1,), (length,)))
+                run.picked = picked
+                replace(layer, workspace_bytes=workspace)(run, hidden, (turns, turns))
 
     def _run(self, device: DeviceStepLike, lens: RowLens) -> V32Run:
         query_lens, kv_lens = lens

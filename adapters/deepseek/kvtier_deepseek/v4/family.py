@@ -13,6 +13,7 @@ from kvtier.kernels import (
     RECORDS,
     Case,
     Kernel,
+    Load,
     PagedBatch,
     Record,
     c128_slots,
@@ -22,6 +23,7 @@ from kvtier.kernels import (
 )
 from kvtier.layouts import Component, Layout
 from kvtier_deepseek.config import layout_for
+from kvtier_deepseek.family import variants_of
 from kvtier_deepseek.fields import DRAFT_STATE
 from kvtier_deepseek.metadata import (
     DeviceStepLike,
@@ -52,6 +54,7 @@ class V4Family:
 
     max_absorbed = 0
     max_rows = 0
+    reserved_bytes = 0
     # The balancing loss reads the mask, which is ours and no mask.
     options: Mapping[str, Any] = MappingProxyType({"output_router_logits": False})
 
@@ -60,6 +63,9 @@ class V4Family:
         self._layers = layers
         self._windows = layout.windows[0]
         self._has_c128 = any(layer.ratio == 128 for layer in layers)
+        self._heads = int(cast(Any, layers[0].module).sinks.shape[0])
+        selecting = [cast(Any, layer.module).compressor for layer in layers if layer.ratio == 4]
+        self._selected = int(selecting[0].indexer.index_topk) if selecting else 0
 
     @property
     def layers(self) -> Sequence[V4Attention]:
@@ -87,7 +93,12 @@ class V4Family:
         captures = None
         if step.captures and bound is None:
             captures = self.captures(step, device.input_ids.device)
-        return self._run(device, row_lens(step, device, bound), captures)
+        run = self._run(device, row_lens(step, device, bound), captures)
+        tokens, keys = run.window_slots.shape
+        run.loads["sparse_attend"] = Load(
+            tokens, self._heads, keys + self._selected, captured=bound is not None
+        )
+        return run
 
     def capture(self, step: StepLike, device: DeviceStepLike) -> None:
         step, device = cast(TailStepLike, step), cast(TailDeviceStepLike, device)
@@ -103,11 +114,13 @@ class V4Family:
             topk = m.compressor.indexer.index_topk if layer.ratio == 4 else 0
             pages = 4 * topk // self._layout.page_tokens + 1
             scratch = Scratch(self._layout, m.sinks.device, pages)
-            run = self._run(scratch, ((1,), (scratch.length,)), scratch.captures)
             weight = m.q_a_proj.weight
             turns = weight.new_zeros(1, 1, int(self._layout.meta["rope_dim"]) // 2)
             hidden = weight.new_zeros(1, 1, weight.shape[1])
-            layer(run, hidden, {m.rope_layer_type: (turns, turns)})
+            for picked in variants_of(layer.kernels):
+                run = self._run(scratch, ((1,), (scratch.length,)), scratch.captures)
+                run.picked = picked
+                layer(run, hidden, {m.rope_layer_type: (turns, turns)})
 
     def _run(self, device: TailDeviceStepLike, lens: RowLens, captures: Captures | None) -> V4Run:
         query_lens, kv_lens = lens
