@@ -103,7 +103,7 @@ def absorbed(
     if batch.page_tokens % PAGE_TOKENS:
         raise ValueError(f"pages of {batch.page_tokens} tokens are not of {PAGE_TOKENS} each")
     if not n or not heads:
-        return query.new_zeros(n, heads, LATENT), query.new_zeros(n, heads, dtype=torch.float32)
+        return _nothing(query, workspace_bytes)
     plan = _plans.get(batch, "", lambda: _plan(batch))
     known = _dense_schedules.find(batch, heads)
     row = rows.stride(0)
@@ -155,6 +155,8 @@ def mla_sparse(
     "mla_fp8" records, by FlashMLA's kernel for prefill and for decoding."""
     if latent_dim != LATENT or query.shape[2] != LATENT + ROPE:
         raise ValueError(f"query {tuple(query.shape)}, {latent_dim=}")
+    if not query.shape[0]:
+        return _nothing(query, workspace_bytes)
     if record.name == "mla_fp8":
         return _decode(query, _pages(rows, record), slots, scale, workspace_bytes)
     if record.pack is not None or rows.dtype != query.dtype or rows.shape[1] != query.shape[2]:
@@ -162,10 +164,10 @@ def mla_sparse(
     run = _call("sparse_prefill_fwd")
     lists = _lists(slots, "sparse_prefill_fwd")
     parts = []
-    for some, count in _by_heads(query) if query.shape[0] else ():
+    for some, count in _by_heads(query):
         out, _, lse = run(some, rows[:, None], lists, scale, LATENT, None, None)
         parts.append((out[:, :count], lse[:, :count]))
-    return _joined(query, parts)
+    return _joined(parts)
 
 
 def sparse_attend(
@@ -186,6 +188,8 @@ def sparse_attend(
         raise ValueError(
             f"query {tuple(query.shape)}, sink {tuple(sink.shape)}, {record.name!r} records"
         )
+    if not query.shape[0]:
+        return _nothing(query, workspace_bytes)
     pages = _pages(window, record)
     if extra is None or extra_slots is None or not extra_slots.shape[1]:
         return _decode(query, pages, window_slots, scale, workspace_bytes, sink)
@@ -228,9 +232,8 @@ def _decode(
             _schedules.put(key, known, (schedule[0], schedule[1]))
             outs.append(out[:, 0, :count])
             sums.append(lse[:, :count, 0])
-        if outs:
-            parts.append((_cat(outs, 0), _cat(sums, 0)))
-    return _joined(query, parts)
+        parts.append((_cat(outs, 0), _cat(sums, 0)))
+    return _joined(parts)
 
 
 class _Schedules:
@@ -272,12 +275,16 @@ def _by_heads(query: Tensor) -> Iterator[tuple[Tensor, int]]:
         yield functional.pad(some, (0, 0, 0, padded - count)).contiguous(), count
 
 
-def _joined(query: Tensor, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _nothing(query: Tensor, workspace_bytes: int | str) -> tuple[Tensor, Tensor]:
+    """Of no query; a size that is none is refused all the same."""
+    parse_bytes(workspace_bytes, "workspace_bytes")
+    return query.new_zeros(*query.shape[:2], LATENT), query.new_zeros(
+        query.shape[:2], dtype=torch.float32
+    )
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of some heads each as those of all."""
-    if not parts:
-        n, heads, _ = query.shape
-        nothing = query.new_zeros(n, heads, dtype=torch.float32)
-        return query.new_zeros(n, heads, LATENT), nothing
     return _cat([out for out, _ in parts], 1), _natural(_cat([lse for _, lse in parts], 1))
 
 

@@ -470,7 +470,9 @@ def _kernel(case: Case, rows: list[_Row]) -> Kernel:
     kernels = []
     for row in rows:
         assert row.run is not None
-        kernels.append(Kernel(row.backend, row.run, row.page_tokens, row.captures))
+        # The reference asks the device; a graph that is captured cannot.
+        captures = row.captures and row.backend != "torch"
+        kernels.append(Kernel(row.backend, row.run, row.page_tokens, captures))
     if len(kernels) == 1 or measured.figures(*case.key, measured.device_name()) is None:
         return kernels[0]
     return replace(kernels[0], rivals=tuple(kernels), case=case)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvtier import ConfigError
 from kvtier.kernels import (
     RECORDS,
     HeadDims,
@@ -187,6 +188,15 @@ def test_schedules_of_lists_depend_on_shapes_alone(
     monkeypatch.setattr(flashmla, "capturing", lambda: True)
     monkeypatch.setattr(flashmla, "_stream", lambda: 8)
     assert [run(2, 64), run(9, 64), run(9, 64)] == [0, 1, 1]
+
+
+def test_a_size_that_is_none_is_refused_without_a_query(double: Double) -> None:
+    query, slots = torch.zeros(0, 4, 512), torch.zeros(0, 8)
+    with pytest.raises(ConfigError, match="workspace_bytes"):
+        flashmla.sparse_attend(
+            query, query[:, 0], slots, torch.zeros(4), scale=1.0, record=RECORDS["v4_fp8"],
+            workspace_bytes="much",
+        )  # fmt: skip
 
 
 def test_nothing_to_do(double: Double) -> None:

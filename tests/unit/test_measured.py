@@ -103,6 +103,11 @@ def test_a_graph_holds_nothing_that_plans_on_the_host(here: Any) -> None:
     assert kernel.for_load(LARGE).backend == "flashinfer"
     captured = dataclasses.replace(LARGE, captured=True)
     assert kernel.for_load(captured).backend == "triton"
+    # Nor what waits for the device, however fast.
+    here({"triton", "torch"}, times={LARGE: {"triton": 2.0, "torch": 1.0}})
+    kernel = select(CASE)
+    assert kernel.for_load(LARGE).backend == "torch"
+    assert kernel.for_load(captured).backend == "triton"
 
 
 def test_nearest_means_doubled_least_often() -> None:
