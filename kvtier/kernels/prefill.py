@@ -33,6 +33,7 @@ __all__ = [
     "Project",
     "Span",
     "Workspace",
+    "check_budget",
     "materialised",
     "materialised_sdpa",
     "plan_chunks",
@@ -459,6 +460,18 @@ def workspace_rows(
         )
     most = max(MAX_ROWS, page_tokens)
     return min(size // row, most) // page_tokens * page_tokens
+
+
+def check_budget(
+    pool_bytes: int | str, workspace_bytes: int | str, device_bytes: int | str
+) -> None:
+    """Raises ConfigError where a device pool and scratch come to more than ``device_bytes``."""
+    pool, scratch = parse_bytes(pool_bytes, "gpu_bytes"), parse_bytes(workspace_bytes)
+    if pool + scratch > parse_bytes(device_bytes, "device_bytes"):
+        raise ConfigError(
+            f"device_bytes={device_bytes!r} cannot hold the device pool of {pool} bytes and "
+            f"workspace_bytes={workspace_bytes!r}: they take {pool + scratch}"
+        )
 
 
 def _gather(

@@ -447,6 +447,6 @@ def test_form_by_query_count_and_what_the_report_says() -> None:
 
 def test_break_even_of_the_released_models() -> None:
     from kvtier.kernels import HeadDims
-    from kvtier_deepseek.mla.grouping import absorb_limit
+    from kvtier_deepseek.mla.threshold import absorb_limit
 
     assert absorb_limit(HeadDims(heads=128, latent=512, rope=64, nope=128, value=128)) == 170

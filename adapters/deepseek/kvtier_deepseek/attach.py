@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kvtier import KVTierError, LayoutMismatch, Step, TokenError
-from kvtier.kernels import table
+from kvtier.kernels import check_budget, table
 from kvtier.layouts import Layout
 from kvtier_deepseek.decode import DecodeGraph
 from kvtier_deepseek.drafts.base import CachedDraft, Tap
@@ -90,7 +90,7 @@ def attach(
     """
     _check_model(model)
     if device_bytes is not None:
-        _check_budget(cache, workspace_bytes, device_bytes)
+        check_budget(cache.config.gpu_bytes, workspace_bytes, device_bytes)
     for name, module in model.named_modules():
         if isinstance(vars(module).get("forward"), _Override):
             raise KVTierError(f"{name} is attached to a cache already; detach that adapter first")

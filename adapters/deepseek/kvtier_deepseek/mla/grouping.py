@@ -6,26 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.kernels import HeadDims, PagedBatch
+from kvtier.kernels import PagedBatch
 from kvtier_deepseek.metadata import DeviceStepLike, RowLens
 from kvtier_deepseek.mla.attention import Form, Group, MlaRun
 
-__all__ = ["absorb_limit", "make_run"]
-
-
-def absorb_limit(dims: HeadDims) -> int:
-    """The most query tokens for which attending to latent rows costs fewer operations than
-    projecting them up first; about 170 for the released models.
-
-    Projecting costs 2 * latent * (nope + value) per row and head, whatever the number of queries;
-    the absorbed form costs more per (query, row) pair.
-    """
-    projecting = 2 * dims.latent * (dims.nope + dims.value)
-    absorbed = 2 * (dims.latent + dims.rope) + 2 * dims.latent
-    materialised = 2 * (dims.nope + dims.rope) + 2 * dims.value
-    if absorbed <= materialised:
-        return 1 << 30
-    return projecting // (absorbed - materialised)
+__all__ = ["make_run"]
 
 
 def make_run(
