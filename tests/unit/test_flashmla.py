@@ -260,6 +260,57 @@ class TestWhereItIsFound:
         assert loaded == [str(tmp_path / "_flashmla_C.abi3.so")]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestInAGraph:
+    """Replays see what lengths, tables and lists have become; schedules are made anew."""
+
+    @pytest.fixture(autouse=True)
+    def _here(self) -> None:
+        for call in flashmla.CALLS:
+            if missing := flashmla.missing(call):
+                pytest.skip(missing)
+
+    @pytest.mark.parametrize("queries", [1, 2])
+    @pytest.mark.parametrize("warm", [True, False])
+    def test_absorbed(self, queries: int, warm: bool) -> None:
+        lengths = [(queries, 5000), (queries, 3), (queries, 0), (queries, 900)]
+        case = MlaCase(lengths, dims=RELEASED, dtype=torch.bfloat16, page=64, device="cuda")
+        options = {"latent_dim": 512, "scale": case.scale}
+        query, batch, made = case.absorbed_query, case.batch, []
+        if warm:
+            flashmla.absorbed(query, case.rows, batch, **options)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            made = [flashmla.absorbed(query, case.rows, batch, **options) for _ in range(2)]
+        for some in ([5000, 3, 0, 900], [0, 2, 0, 4], [64, 3, 0, 899], [4999, 0, 0, 1]):
+            seen = tuple(kv if kv >= queries else 0 for kv in some)
+            batch.kv_lens_device.copy_(torch.tensor(seen))
+            graph.replay()
+            expected = absorbed(query, case.rows, replace(batch, kv_lens=seen), **options)
+            for found in made:
+                check(tuple(t.cpu() for t in found), tuple(t.cpu() for t in expected))
+
+    @pytest.mark.parametrize("record", ["dense", "mla_fp8"])
+    def test_lists(self, record: str) -> None:
+        rows = pool(record, 1024).cuda()
+        query = torch.randn(7, 16, 576, device="cuda").to(torch.bfloat16)
+        slots = torch.zeros(7, 512, dtype=torch.int32, device="cuda")
+        options = {"latent_dim": 512, "scale": 0.07, "record": RECORDS[record]}
+        flashmla.mla_sparse(query, rows, slots, **options)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            found = flashmla.mla_sparse(query, rows, slots, **options)
+        for _ in range(3):
+            slots.copy_(torch.randint(-1, 1024, (7, 512)))
+            slots[2] = -1
+            graph.replay()
+            expected = mla_sparse(query, rows, slots, **options)
+            check(tuple(t.cpu() for t in found), tuple(t.cpu() for t in expected))
+
+
 def test_optional_arguments_that_a_build_has_besides() -> None:
     """An extension's functions may take a tensor to write to, and more, behind the others."""
     with torch.library._scoped_library("kvtier_test", "DEF") as library:
