@@ -126,6 +126,23 @@ def _triton(module: str, name: str) -> Callable[..., Any]:
     return run
 
 
+def _hopper(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module of kernels for H100 and H200, imported when it is first called."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(f"kvtier.kernels.{module}"), name)(*args, **kwargs)
+
+    return run
+
+
+def _hopper_missing() -> str:
+    if not pack.has_triton():
+        return "triton is not installed"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return "the kernel needs an H100 or H200"
+    return ""
+
+
 def _dims(record: records.Record) -> frozenset[Dims] | None:
     return None if record.dim is None else frozenset({(record.dim,)})
 
@@ -237,6 +254,18 @@ _ROWS: tuple[_Row, ...] = (
             by_name=True,
         )
         for record in _LATENT_RECORDS
+    ),
+    # Not measured, nor run on a device.
+    _Row(
+        "sparse_attend",
+        "v4_fp8",
+        "gluon",
+        _hopper("gluon_sparse", "sparse_attend"),
+        frozenset({(512,)}),
+        _BF16,
+        _CUDA,
+        by_name=True,
+        missing=_hopper_missing,
     ),
     *(
         _Row(

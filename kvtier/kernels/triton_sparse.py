@@ -24,7 +24,7 @@ from kvtier.kernels.triton_values import (
 )
 from kvtier.kernels.triton_write import adjacent, pool_of
 
-__all__ = ["sparse_attend"]
+__all__ = ["DIM", "check_lists", "join", "sparse_attend", "splits_of"]
 
 DIM = 512
 SPLITS = 16
@@ -35,6 +35,11 @@ TILE = 32
 """Keys at a time."""
 HEADS = 64
 """Heads of one program, at most: they share the keys that it unpacks."""
+
+MOST_SPLITS = 32
+TILES, AROUND, JOINING = 10, 1.5, 1.2
+"""Of a plan for whole multiprocessors: tiles of a usual query (128 + 512 keys); what a program
+takes beside its tiles, and what joining parts takes, in tiles."""
 
 
 def sparse_attend(
@@ -55,11 +60,7 @@ def sparse_attend(
     if extra is None or extra_slots is None:
         extra, extra_slots = window, window_slots[:, :0]
     window_slots, extra_slots = adjacent(window_slots), adjacent(extra_slots)
-    if dim != DIM or sink.shape != (heads,) or window_slots.shape[0] != n != extra_slots.shape[0]:
-        raise ValueError(
-            f"query {tuple(query.shape)}, sink {tuple(sink.shape)}, slots "
-            f"{tuple(window_slots.shape)} and {tuple(extra_slots.shape)}"
-        )
+    check_lists(query, sink, window_slots, extra_slots)
     dot = precision(query, window, record, on_gpu=query.is_cuda)
     block = min(max(16, triton.next_power_of_2(heads)), HEADS if dot == "bf16" else 16)
     blocks = triton.cdiv(heads, block)
@@ -103,6 +104,44 @@ def sparse_attend(
             parts, part_lse, rows, splits, sink, low, out, lse, heads, SPLITS=SPLITS, DIM=dim
         )
     return out, lse
+
+
+def check_lists(query: Tensor, sink: Tensor, window_slots: Tensor, extra_slots: Tensor) -> None:
+    """Raises ValueError for shapes that are no query (n, heads, 512), its sink and its lists."""
+    n, heads, dim = query.shape
+    lists_of = {window_slots.shape[0], extra_slots.shape[0]}
+    if dim != DIM or sink.shape != (heads,) or lists_of != {n}:
+        raise ValueError(
+            f"query {tuple(query.shape)}, sink {tuple(sink.shape)}, slots "
+            f"{tuple(window_slots.shape)} and {tuple(extra_slots.shape)}"
+        )
+
+
+def splits_of(units: int, processors: int) -> int:
+    """Programs that share the keys of a query, where a program fills a multiprocessor: of 1 to 32
+    what ends soonest, for ``units`` queries (or groups of their heads) of a usual number of keys.
+
+    Lists do not matter, so what is behind the end of one changes no sum's order.
+    """
+    if 0 < units <= processors:
+        return min(MOST_SPLITS, processors // units)
+
+    def tiles(splits: int) -> float:
+        joining = JOINING if splits > 1 else 0.0
+        return -(-units * splits // processors) * (-(-TILES // splits) + AROUND) + joining
+
+    return min((1, 2, 3), key=tiles)
+
+
+def join(
+    parts: Tensor, part_lse: Tensor, splits: int, sink: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """Fills ``out`` (n, heads, 512) and ``lse`` (n, heads), with ``sink``'s share in the output, by
+    what each of ``splits`` parts found: (splits * n * heads, 512) means of values and natural
+    log-sum-exps, -inf where the means are not written."""
+    heads, rows = out.shape[1], lse.numel()
+    block = triton.next_power_of_2(splits)
+    _join[(rows,)](parts, part_lse, rows, splits, sink, 0, out, lse, heads, SPLITS=block, DIM=DIM)
 
 
 @triton.jit

@@ -18,7 +18,8 @@ def test_every_operation_has_an_available_row() -> None:
     rows = table()
     for operation in OPERATIONS:
         assert any(r["operation"] == operation and r["available"] == "yes" for r in rows)
-    assert {r["backend"] for r in rows} == {"torch", "sdpa", "triton", "flashmla", "flashinfer"}
+    backends = {"torch", "sdpa", "triton", "gluon", "flashmla", "flashinfer"}
+    assert {r["backend"] for r in rows} == backends
 
 
 @pytest.mark.parametrize("operation", [op for op in OPERATIONS if op != "mla_materialised_whole"])

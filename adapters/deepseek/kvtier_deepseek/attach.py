@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapter", "Backend", "StepReport", "attach", "backends"]
 
-Backend = Literal["auto", "torch", "sdpa", "triton", "flashmla", "flashinfer"]
+Backend = Literal["auto", "torch", "sdpa", "triton", "gluon", "flashmla", "flashinfer"]
 
 _RUN: ContextVar[Run | None] = ContextVar("kvtier_deepseek_run", default=None)
 """The innermost step now running in this thread or task."""

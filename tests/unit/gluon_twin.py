@@ -1,0 +1,567 @@
+"""Runs gluon kernels on a CPU, program by program, as their source says: numpy instead of a GPU.
+
+Tensors are arrays, layouts mean nothing, pointers know the storage that they point into and refuse
+what lies outside.  Shared memory begins as NaN.  A product of the tensor cores is computed when it
+is waited for, from what its operands hold then, and these must be what they were when it began:
+so what is overwritten too early is seen.  Parts of a specialised program are threads that take
+turns, one at a time, wherever one waits or arrives; whose turn it is, is drawn from a seed.  If
+all wait, that is an error.
+
+What the compiler adds is not looked at: barriers of one group of warps, fences, layouts.
+"""
+
+import random
+import re
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+Array = np.ndarray[Any, Any]
+
+
+class Type:
+    """An element type: how it is stored, and the type that it is computed in."""
+
+    def __init__(self, stored: Any, computed: Any) -> None:
+        self.stored, self.computed = np.dtype(stored), np.dtype(computed)
+        self.primitive_bitwidth = 8 * self.stored.itemsize
+        self.element_ty = self
+
+
+BF16 = Type(np.uint16, np.float32)
+TYPES = {
+    torch.uint8: Type(np.uint8, np.uint8),
+    torch.int32: Type(np.int32, np.int32),
+    torch.int64: Type(np.int64, np.int64),
+    torch.float32: Type(np.float32, np.float32),
+    torch.bfloat16: BF16,
+}
+
+
+def to_bf16(x: Array) -> Array:
+    """Bits of the nearest bfloat16 of each float32, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16).reshape(x.shape)
+
+
+def of_bf16(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class Tensor(np.ndarray[Any, Any]):
+    """An array that has what kernels ask of a tensor."""
+
+    def to(self, kind: Type) -> "Tensor":
+        if kind is BF16:
+            return tensor(of_bf16(to_bf16(np.asarray(self))))
+        return tensor(np.asarray(self).astype(kind.computed))
+
+    def permute(self, order: tuple[int, ...]) -> "Tensor":
+        return tensor(np.transpose(np.asarray(self), order))
+
+    @property
+    def type(self) -> Any:
+        return types.SimpleNamespace(layout=None)
+
+
+def tensor(x: Any) -> Tensor:
+    return np.asarray(x).view(Tensor)
+
+
+class Pointers:
+    """Addresses in one storage, in bytes from its beginning."""
+
+    def __init__(self, memory: Array, kind: Type, at: Any) -> None:
+        self.memory, self.element, self.at = memory, kind, np.asarray(at, np.int64)
+
+    @property
+    def dtype(self) -> Type:
+        return self.element
+
+    def __add__(self, offset: Any) -> "Pointers":
+        at = self.at + np.asarray(offset, np.int64) * self.element.stored.itemsize
+        return Pointers(self.memory, self.element, at)
+
+    def __getitem__(self, key: Any) -> "Pointers":
+        return Pointers(self.memory, self.element, self.at[key])
+
+    def to(self, kind: "Type") -> "Pointers":
+        return Pointers(self.memory, kind, self.at)
+
+    def _places(self, mask: Any) -> tuple[Array, Array, Array]:
+        width = self.element.stored.itemsize
+        at, there = np.broadcast_arrays(self.at, np.asarray(True if mask is None else mask))
+        some = at[there]
+        assert not (some % width).any(), "an address that is not aligned"
+        if some.size and not (some.min() >= 0 and some.max() + width <= len(self.memory)):
+            raise IndexError(f"{some.min()}..{some.max()} of {len(self.memory)} bytes")
+        whole = len(self.memory) // width * width
+        return self.memory[:whole].view(self.element.stored), some // width, there
+
+    def load(self, mask: Any, other: Any) -> Tensor:
+        words, places, there = self._places(mask)
+        found = words[places]
+        if self.element is BF16:
+            found = of_bf16(found)
+        out = np.full(there.shape, 0 if other is None else other, self.element.computed)
+        out[there] = found
+        return tensor(out)
+
+    def store(self, value: Any, mask: Any) -> None:
+        words, places, there = self._places(mask)
+        value = np.broadcast_to(np.asarray(value), there.shape)[there]
+        assert np.unique(places).size == places.size, "two values for one address"
+        words[places] = to_bf16(value) if self.element is BF16 else value
+
+
+class Shared:
+    """Shared memory, or a view of it."""
+
+    def __init__(self, kind: Type, array: Array) -> None:
+        self.dtype, self.array = kind, array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def index(self, i: Any) -> "Shared":
+        assert 0 <= int(i) < len(self.array)
+        return Shared(self.dtype, self.array[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        key = [slice(None)] * self.array.ndim
+        key[dim] = slice(start, start + length)
+        return Shared(self.dtype, self.array[tuple(key)])
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        return Shared(self.dtype, self.array.transpose(order))
+
+    def _reinterpret(self, kind: Type, shape: list[int], layout: Any) -> "Shared":
+        assert self.array.flags.c_contiguous
+        size = int(np.prod(shape)) * kind.stored.itemsize
+        raw = self.array.reshape(-1).view(np.uint8)
+        assert size <= raw.size
+        return Shared(kind, raw[:size].view(kind.stored).reshape(shape))
+
+    def load(self, layout: Any) -> Tensor:
+        return tensor(of_bf16(self.array) if self.dtype is BF16 else self.array.copy())
+
+    def store(self, value: Any) -> None:
+        value = np.asarray(value)
+        assert value.shape == self.array.shape
+        self.array[...] = to_bf16(value) if self.dtype is BF16 else value
+
+
+class Product:
+    """A product of the tensor cores under way."""
+
+    def __init__(self, a: Any, b: Shared, acc: Any, use_acc: bool) -> None:
+        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+        self.began = [self._operand(x).copy() for x in (a, b)]
+        self.result: Tensor | None = None
+        # As ``acc`` may itself be a product, which ends before this one.
+
+    @staticmethod
+    def _operand(x: Any) -> Array:
+        return np.asarray(x.load(None)) if isinstance(x, Shared) else np.asarray(x)
+
+    def finish(self) -> None:
+        if self.result is not None:
+            return
+        a, b = self._operand(self.a), self._operand(self.b)
+        for now, then in zip((a, b), self.began, strict=True):
+            assert np.array_equal(now, then, equal_nan=True), "overwritten while it was read"
+        acc = self.acc.result if isinstance(self.acc, Product) else self.acc
+        with np.errstate(invalid="ignore", over="ignore"):
+            found = torch.from_numpy(a.copy()) @ torch.from_numpy(b.copy())
+            self.result = tensor(found.numpy() + (np.asarray(acc) if self.use_acc else 0))
+
+
+class Deadlock(AssertionError):
+    pass
+
+
+class Turns:
+    """Which of several threads runs: one at a time, the next one drawn whenever one stops."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.random = random.Random(seed)
+        self.condition = threading.Condition()
+        self.ready: list[Callable[[], bool] | None] = [lambda: True] * count
+        self.running = -1
+        self.broken: BaseException | None = None
+        self._draw()
+
+    def _draw(self) -> None:
+        some = [i for i, ready in enumerate(self.ready) if ready is not None and ready()]
+        if some:
+            self.running = self.random.choice(some)
+        elif any(self.ready):
+            self.broken = self.broken or Deadlock(f"all wait: {self.ready}")
+        self.condition.notify_all()
+
+    def wait(self, me: int, ready: Callable[[], bool]) -> None:
+        """Gives the turn away; returns when it is this thread's and ``ready``."""
+        with self.condition:
+            self.ready[me] = ready
+            self._draw()
+            self.condition.wait_for(lambda: self.running == me or self.broken is not None)
+            if self.broken is not None:
+                raise self.broken
+
+    def start(self, me: int) -> None:
+        with self.condition:
+            self.condition.wait_for(lambda: self.running == me or self.broken is not None)
+            if self.broken is not None:
+                raise self.broken
+
+    def end(self, me: int, error: BaseException | None) -> None:
+        with self.condition:
+            self.ready[me] = None
+            self.broken = self.broken or error
+            self._draw()
+
+
+class Barrier:
+    """An mbarrier: a phase ends with its last arrival."""
+
+    def __init__(self) -> None:
+        self.count = self.left = 0
+        self.phase = 0
+
+    def arrive(self, count: int) -> None:
+        assert self.count, "not initialised"
+        assert self.left >= count, "more arrivals than a phase has"
+        self.left -= count
+        if self.left == 0:
+            self.phase += 1
+            self.left = self.count
+
+    def passed(self, parity: int) -> bool:
+        """Whether the phase of this parity, now under way or the last one, has ended."""
+        return (self.phase & 1) != parity
+
+
+class Barriers:
+    """Several of them in shared memory."""
+
+    def __init__(self, barriers: list[Barrier]) -> None:
+        self.barriers = barriers
+
+    def index(self, i: Any) -> "Barriers":
+        return Barriers([self.barriers[int(i)]])
+
+
+class State(threading.local):
+    """Of a thread: its program, its products under way, its place among the threads."""
+
+    program: tuple[tuple[int, ...], tuple[int, ...]] = ((0, 0, 0), (1, 1, 1))
+    turns: Turns | None = None
+    me = 0
+
+    def __init__(self) -> None:
+        self.products: list[Product] = []
+
+
+HERE = State()
+
+
+def assembled(text: str, inputs: list[Array]) -> list[Array]:
+    """Results of PTX that works on 32-bit registers, one element at a time."""
+    if "ex2.approx.ftz.f32" in text:
+        with np.errstate(over="ignore"):
+            return [np.exp2(inputs[0])]
+    outputs = len(set(re.findall(r"\$\d+", text))) - len(inputs)
+    held = {f"${outputs + i}": x.astype(np.int32).view(np.uint32) for i, x in enumerate(inputs)}
+
+    def value(name: str) -> Any:
+        return held[name] if name in held else np.uint32(int(name, 0))
+
+    for line in re.findall(r"^\s*(\w[\w.]* [^;]*);", text, re.MULTILINE):
+        op, rest = line.split(" ", 1)
+        to, *of = (part.strip() for part in rest.split(","))
+        if op == "prmt.b32":
+            held[to] = permuted(value(of[0]), value(of[1]), int(of[2], 0))
+        elif op == "shl.b32":
+            held[to] = value(of[0]) << value(of[1])
+        elif op == "and.b32":
+            held[to] = value(of[0]) & value(of[1])
+        elif op == "mul.bf16x2":
+            a, b = value(of[0]), value(of[1])
+            high = to_bf16(of_bf16(a >> 16) * of_bf16(b >> 16)).astype(np.uint32)
+            low = to_bf16(of_bf16(a & 0xFFFF) * of_bf16(b & 0xFFFF)).astype(np.uint32)
+            held[to] = high << np.uint32(16) | low
+        else:
+            raise NotImplementedError(line)
+    return [held[f"${i}"].view(np.int32) for i in range(outputs)]
+
+
+def permuted(a: Array, b: Any, selector: int) -> Array:
+    """prmt: bytes of (b, a), or eight times their highest bit."""
+    both = a.astype(np.uint64) | np.uint64(b) << np.uint64(32)
+    out = np.zeros_like(a)
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = (both >> np.uint64(8 * (nibble & 7)) & np.uint64(0xFF)).astype(np.uint32)
+        if nibble & 8:
+            byte = np.where(byte >= 0x80, 0xFF, 0).astype(np.uint32)
+        out |= byte << np.uint32(8 * i)
+    return out
+
+
+class Language:
+    """``triton.experimental.gluon.language``."""
+
+    bfloat16 = BF16
+    float32 = TYPES[torch.float32]
+    int32 = TYPES[torch.int32]
+    int64 = TYPES[torch.int64]
+    constexpr = object()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Layout"):  # means nothing here
+            return lambda *args, **kwargs: name
+        raise AttributeError(name)
+
+    @staticmethod
+    def pointer_type(kind: Type) -> Type:
+        return kind
+
+    @staticmethod
+    def program_id(axis: int) -> Tensor:
+        return tensor(np.int32(HERE.program[0][axis]))
+
+    @staticmethod
+    def num_programs(axis: int) -> Tensor:
+        return tensor(np.int32(HERE.program[1][axis]))
+
+    @staticmethod
+    def arange(start: int, end: int, layout: Any) -> Tensor:
+        return tensor(np.arange(start, end, dtype=np.int32))
+
+    @staticmethod
+    def full(shape: list[int], value: float, kind: Type, layout: Any) -> Tensor:
+        return tensor(np.full(shape, value, kind.computed))
+
+    @staticmethod
+    def load(at: Pointers, mask: Any = None, other: Any = None) -> Tensor:
+        return at.load(mask, other)
+
+    @staticmethod
+    def store(at: Pointers, value: Any, mask: Any = None) -> None:
+        at.store(value, mask)
+
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        if isinstance(a, Pointers):
+            return a if condition else b
+        return tensor(np.where(condition, _typed(a), _typed(b)))
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> Tensor:
+        return tensor(np.maximum(a, b))
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> Tensor:
+        return tensor(np.minimum(a, b))
+
+    @staticmethod
+    def max(x: Array, axis: int) -> Tensor:
+        return tensor(np.max(np.asarray(x), axis))
+
+    @staticmethod
+    def sum(x: Array, axis: int) -> Tensor:
+        return tensor(np.sum(np.asarray(x), axis))
+
+    @staticmethod
+    def cdiv(a: Any, b: Any) -> Tensor:
+        return tensor(-(-np.asarray(a) // np.asarray(b)))
+
+    @staticmethod
+    def exp2(x: Any) -> Tensor:
+        with np.errstate(over="ignore"):
+            return tensor(np.exp2(x))
+
+    @staticmethod
+    def log2(x: Any) -> Tensor:
+        return tensor(np.log2(x))
+
+    @staticmethod
+    def broadcast(a: Array, b: Array) -> tuple[Tensor, Tensor]:
+        one, other = np.broadcast_arrays(a, b)
+        return tensor(one), tensor(other)
+
+    @staticmethod
+    def join(a: Array, b: Array) -> Tensor:
+        return tensor(np.stack((np.asarray(a), np.asarray(b)), axis=-1))
+
+    @staticmethod
+    def convert_layout(x: Any, layout: Any, assert_trivial: bool = False) -> Any:
+        return x
+
+    @staticmethod
+    def static_range(*bounds: int) -> range:
+        return range(*bounds)
+
+    @staticmethod
+    def thread_barrier() -> None:
+        pass
+
+    @staticmethod
+    def static_assert(condition: Any) -> None:
+        assert condition
+
+    @staticmethod
+    def inline_asm_elementwise(
+        asm: str, constraints: str, args: list[Array], dtype: Any, is_pure: bool, pack: int
+    ) -> Any:
+        found = [tensor(x) for x in assembled(asm, [np.asarray(x) for x in args])]
+        return tuple(found) if isinstance(dtype, tuple) else found[0]
+
+    @staticmethod
+    def allocate_shared_memory(kind: Type, shape: list[int], layout: Any) -> Any:
+        if layout == "MBarrierLayout":
+            return Barriers([Barrier() for _ in range(shape[0])])
+        raw = np.full(int(np.prod(shape)) * kind.stored.itemsize, 0xFF, np.uint8)
+        return Shared(kind, raw.view(kind.stored).reshape(shape))
+
+    seed = 0
+
+    def warp_specialize(
+        self, parts: list[tuple[Callable[..., Any], tuple[Any, ...]]], warps: Any, registers: Any
+    ) -> None:
+        turns, program = Turns(self.seed, len(parts)), HERE.program
+
+        def run(me: int, part: Callable[..., Any], args: tuple[Any, ...]) -> None:
+            HERE.program, HERE.turns, HERE.me = program, turns, me
+            error: BaseException | None = None
+            try:
+                turns.start(me)
+                part(*args)
+                assert all(p.result is not None for p in HERE.products), "nobody waited"
+            except BaseException as found:  # noqa: BLE001  told by whoever started the threads
+                error = found
+            turns.end(me, error)
+
+        threads = [
+            threading.Thread(target=run, args=(i, *part), daemon=True)
+            for i, part in enumerate(parts)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+        if turns.broken is not None:
+            raise turns.broken
+
+
+def _typed(x: Any) -> Any:
+    """A number that does not widen what it meets."""
+    return np.float32(x) if isinstance(x, float) else x
+
+
+class Mbarrier:
+    """``hopper.mbarrier``, but for copies of the tensor engine."""
+
+    @staticmethod
+    def MBarrierLayout() -> str:
+        return "MBarrierLayout"
+
+    @staticmethod
+    def init(barriers: Barriers, count: int) -> None:
+        barriers.barriers[0].count = barriers.barriers[0].left = count
+
+    @staticmethod
+    def wait(barriers: Barriers, phase: Any, pred: Any = True) -> None:
+        if pred:
+            assert HERE.turns is not None
+            HERE.turns.wait(HERE.me, lambda: barriers.barriers[0].passed(int(phase)))
+
+    @staticmethod
+    def arrive(barriers: Barriers, *, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            barriers.barriers[0].arrive(count)
+        if HERE.turns is not None:
+            HERE.turns.wait(HERE.me, lambda: True)
+
+
+def warpgroup_mma(
+    a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False
+) -> Any:
+    product = Product(a, b, acc, use_acc)
+    if not is_async:
+        product.finish()
+        return product.result
+    HERE.products.append(product)
+    return product
+
+
+def warpgroup_mma_wait(outstanding: int = 0, deps: Any = None) -> Any:
+    done = HERE.products[: len(HERE.products) - outstanding]
+    for product in done:
+        product.finish()
+    del HERE.products[: len(done)]
+    found = tuple(p.result if isinstance(p, Product) else p for p in deps)
+    return found[0] if len(deps) == 1 else found
+
+
+def _value(x: Any) -> Any:
+    return getattr(x, "value", x) if type(x).__name__ == "constexpr" else x
+
+
+def names_of(module: types.ModuleType, seed: int = 0) -> dict[str, Any]:
+    """A module of gluon kernels with its functions made to run here."""
+    language = Language()
+    language.seed = seed
+    stand_in: dict[str, Any] = {
+        "gl": language,
+        "mbarrier": Mbarrier,
+        "warpgroup_mma": warpgroup_mma,
+        "warpgroup_mma_wait": warpgroup_mma_wait,
+        "fence_async_shared": lambda: None,
+    }
+    known: dict[str, Any] = {}
+    for key, value in vars(module).items():
+        if isinstance(value, GluonJITFunction):
+            known[key] = types.FunctionType(value.fn.__code__, known, key)
+            known[key].__defaults__ = value.fn.__defaults__
+        else:
+            known[key] = stand_in.get(key, _value(value))
+    return known
+
+
+class Launched:
+    """A kernel of a module of gluon kernels, to be put in its place: ``kernel[grid](...)``."""
+
+    def __init__(self, module: types.ModuleType, name: str, seed: int = 0) -> None:
+        self.run = names_of(module, seed)[name]
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int = 4, **kwargs: Any) -> None:
+            self.launches += 1
+            count = (*grid, 1, 1)[:3]
+            given = [_argument(x) for x in args]
+            for program in np.ndindex(*count[::-1]):
+                HERE.program = (program[::-1], count)
+                HERE.turns, HERE.products = None, []
+                with np.errstate(invalid="ignore", divide="ignore"):
+                    self.run(*given, **kwargs)
+                assert all(p.result is not None for p in HERE.products), "nobody waited"
+
+        return launch
+
+
+def _argument(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        raw = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+        return Pointers(raw.numpy(), TYPES[x.dtype], x.storage_offset() * x.itemsize)
+    if isinstance(x, float):
+        return np.float32(x)
+    return tensor(np.int64(x)) if isinstance(x, int) and x > 2**31 - 1 else x
