@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtier.config import parse_bytes
+from kvtier.kernels.records import RECORDS, read_records
 from kvtier.kernels.reference import attend, gather_rows, merge
 
 __all__ = [
@@ -77,13 +78,18 @@ def absorbed(
 ) -> tuple[Tensor, Tensor]:
     """Attention of ``query`` (n, heads, width) to the rows themselves.
 
-    ``rows`` (slots, width); values are a row's first ``latent_dim``.  Returns output
-    (n, heads, latent_dim) in the query's type and log-sum-exp (n, heads) in float32.  Scratch stays
-    within ``workspace_bytes``, as far as one query and a few rows at a time can.
+    ``rows`` (slots, width), or pages (pages, page_bytes) uint8 of "mla_fp8" records; values are a
+    row's first ``latent_dim``.  Returns output (n, heads, latent_dim) in the query's type and
+    log-sum-exp (n, heads) in float32.  Scratch stays within ``workspace_bytes``, as far as one
+    query and a few rows at a time can.
     """
     n, heads, width = query.shape
-    if rows.shape[-1] != width or not 0 < latent_dim <= width:
+    record = RECORDS["mla_fp8" if rows.dtype == torch.uint8 else "dense"]
+    if (record.dim or rows.shape[-1]) != width or not 0 < latent_dim <= width:
         raise ValueError(f"query width {width}, row width {rows.shape[-1]}, {latent_dim=}")
+    pool = rows
+    if record.planes:  # gathered by their numbers, then read
+        rows = torch.arange(rows.shape[0] * batch.page_tokens, device=rows.device)
     out = query.new_zeros(n, heads, latent_dim)
     lse = torch.full((n, heads), -torch.inf, dtype=torch.float32, device=query.device)
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")
@@ -98,6 +104,8 @@ def absorbed(
             for start in range(0, seen, split):
                 stop = min(start + split, seen)
                 keys = gather_rows(rows, batch.block_table[b], start, stop, batch.page_tokens)
+                if record.planes:
+                    keys = read_records(pool, keys, record)
                 part = attend(
                     query[mine],
                     keys,

@@ -193,6 +193,17 @@ _ROWS: tuple[_Row, ...] = (
         missing=flashinfer.missing,
     ),
     _Row("mla_absorbed", _DENSE, "torch", mla.absorbed, None, _FLOATS, _ANY),
+    _Row(
+        "mla_absorbed",
+        "mla_fp8",
+        "triton",
+        _triton("mla", "absorbed"),
+        _ABSORBED,
+        _BF16,
+        _CUDA,
+        by_name=True,
+    ),
+    _Row("mla_absorbed", "mla_fp8", "torch", mla.absorbed, _ABSORBED, _FLOATS, _ANY),
     *(
         row
         for record, dtypes in zip(_LATENT_RECORDS, (_HALVES, _BF16), strict=True)
