@@ -1,0 +1,75 @@
+"""The benchmark of chunked prefill runs at toy sizes, and what it tells adds up."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import bench_prefill
+from benchmarks.bench_prefill import TOY
+
+SMALL = replace(
+    TOY,
+    workspaces=(16, 32),
+    tokens=8,
+    contexts=(32, 64),
+    batches=(1, 4),
+    long=100,
+    prompts=(32,),
+    pieces=(8, 16),
+    queries=(1, 8),
+    repeats=2,
+)
+
+
+def test_every_part_tells_of_both_sides() -> None:
+    results = bench_prefill.run(False, SMALL)
+    found = {name: [r for r in results if r.name == name] for name in {r.name for r in results}}
+    assert set(found) == {
+        "chunk_ms", "chunk_mb", "prompt_ms", "stall_ms", "form_us", "attend_ms",
+    }  # fmt: skip
+    # Two contexts of one sequence and of four, and one long beside 31 short: each whole, in 32 rows
+    # and in 16.
+    assert len(found["chunk_ms"]) == len(found["chunk_mb"]) == 5 * 3
+    for r in found["chunk_mb"]:
+        whole = r.params["workspace"] == "whole"
+        assert (r.baseline is None) == whole
+        assert whole or (r.ratio is not None and r.ratio > 1)  # less memory than all at once
+    behind = [r for r in found["chunk_mb"] if r.params["batch"] == 1]
+    bounded = {r.params["context"]: r.median for r in behind if r.params["workspace"] == "16"}
+    assert bounded[32] == bounded[64]
+    assert [r.params["piece"] for r in found["prompt_ms"]] == [32, 16, 8]
+    assert [r.params["form"] for r in found["form_us"]] == ["absorbed", "materialised"] * 2
+    assert {r.params["backend"] for r in found["attend_ms"]} == {"sdpa", "torch"}
+
+
+def test_a_case_that_fails_is_told_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(bench_prefill.Layer, "absorbed", broken)
+    names = {r.name for r in bench_prefill.run(True, SMALL)}
+    assert names == {"chunk_ms", "chunk_mb", "attend_ms"}
+    assert "forms: RuntimeError: no room" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("at", "times", "steps", "total"),
+    [
+        ([0], [3.0], 1, 3.0),
+        ([0, 4], [1.0, 5.0], 5, 15.0),
+        ([0, 2, 6], [1.0, 3.0, 11.0], 7, 1 + 2 + 3 + 5 + 7 + 9 + 11),
+    ],
+)
+def test_steps_between_those_measured(
+    at: list[int], times: list[float], steps: int, total: float
+) -> None:
+    assert bench_prefill._sum(at, times, steps) == pytest.approx(total)
+
+
+def test_a_long_call_is_made_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(bench_prefill, "LONG_MS", -1)
+    samples = bench_prefill.timed(lambda: calls.append(1), replace(TOY, repeats=9))
+    assert len(samples) == 2 and len(calls) == 3
