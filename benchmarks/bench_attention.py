@@ -1,15 +1,21 @@
 """Attention of decode steps on a GPU, beside FlashMLA in the same run.
 
-Every contender is captured in a CUDA graph that runs over several sets of inputs, together larger
-than the L2 cache, and the graph is replayed; contenders take turns.  Inputs are random.  A part of
-this benchmark is a generator of ``Result``: ``dense`` is absorbed MLA over bf16 pages.
+Every contender is captured in a CUDA graph that runs over several sets of random inputs, together
+larger than the L2 cache, and the graphs are replayed in turn.  What each backend answers is
+compared with the reference first.  Parts and sizes are in ``attention_parts``.
 
-FlashMLA is the extension that vLLM's wheel carries; ``flashmla`` is the path of its library.  Its
-schedule is made outside the graph, as it would be once a step for all layers.
+FlashMLA is an installed one, or the extension that vLLM's wheel carries: ``flashmla`` is the path
+of its library.  It is there twice: *bare*, its function alone with the schedule made outside the
+graph, which is the baseline; and as a backend of the kernel table, with all that a call of it does.
+
+With ``write_table`` the times go where the library picks its kernels by, see
+``kvtier.kernels.measured``.  Without a GPU only toy sizes of the reference are of use, and tested.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,129 +23,137 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Param, Result, meta, summarise, write
-from kvtier.kernels import Case, PagedBatch, select
+from benchmarks.attention_parts import PARTS, Call, Part, Shape
+from benchmarks.harness import Result, meta, summarise, write
+from kvtier.kernels import choices
+from kvtier.kernels import flashmla as backend_flashmla
 
-__all__ = ["Shape", "dense", "main", "run"]
+__all__ = ["Timed", "main", "measure", "run", "write_times"]
 
-PAGE = 64
-ROTATE_BYTES = 256 << 20
-"""Of keys, over all sets of inputs; the L2 cache of an H200 has 60 MB."""
-Call = Callable[[], object]
+BARE = "flashmla (bare)"
+TABLE = Path(__file__).parents[1] / "kvtier" / "kernels" / "measured_h200.json"
+BOUND = 8e-3
+"""Largest error of an output, by the largest value there is in the reference's."""
+LSE_BOUND = 2e-3
+TURNS = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """One decode step: every sequence has ``queries`` new tokens and ``keys`` rows, these among
-    them; ``ragged`` spreads the lengths evenly between a tenth and all of ``keys``."""
+class Timed:
+    """One size of one part: samples in microseconds by contender, and who was right."""
 
-    batch: int
-    heads: int
-    keys: int
-    queries: int = 1
-    ragged: bool = False
+    part: Part
+    shape: Shape
+    samples: Mapping[str, Sequence[float]]
+    errors: Mapping[str, float]
+    """Backend -> error of its output by the reference's largest value; inf where it failed."""
 
-    @property
-    def kv_lens(self) -> list[int]:
-        if not self.ragged:
-            return [self.keys] * self.batch
-        low = self.keys // 10
-        order = torch.randperm(self.batch, generator=torch.Generator().manual_seed(1)).tolist()
-        return [low + (self.keys - low) * i // max(1, self.batch - 1) for i in order]
-
-    @property
-    def params(self) -> dict[str, Param]:
-        return {
-            "batch": self.batch,
-            "heads": self.heads,
-            "keys": self.keys,
-            "queries": self.queries,
-            "ragged": self.ragged,
+    def results(self) -> Iterator[Result]:
+        """One a contender but the baseline."""
+        medians = {
+            name: summarise("", some, unit="us").median for name, some in self.samples.items()
         }
-
-    @property
-    def flops(self) -> int:
-        return 2 * (576 + 512) * self.heads * self.queries * sum(self.kv_lens)
-
-    @property
-    def key_bytes(self) -> int:
-        return 1152 * sum(self.kv_lens)
+        for name, some in self.samples.items():
+            if name != BARE:
+                params = {**self.shape.params, "backend": name}
+                result = summarise(self.part.result, some, unit="us", params=params)
+                yield result.against(medians.get(BARE))
 
 
-TARGETS = (
-    Shape(1, 16, 8192),
-    Shape(1, 128, 8192),
-    Shape(1, 128, 131072),
-    Shape(8, 128, 32768),
-    Shape(32, 16, 4096),
-    Shape(32, 128, 4096),
-    Shape(128, 16, 4096),
-    Shape(128, 128, 4096),
-    Shape(64, 128, 16384),
-    Shape(128, 128, 4096, queries=2),
-)
-SWEEP = (
-    *(Shape(b, h, 4096) for b in (1, 4, 16, 64, 256) for h in (16, 64, 128)),
-    *(Shape(1, h, k) for k in (1024, 32768, 131072) for h in (16, 64)),
-    *(Shape(16, 128, k) for k in (1024, 16384)),
-    *(Shape(b, h, 8192, ragged=True) for b in (8, 64) for h in (16, 128)),
-    *(Shape(8, 16, 8192, queries=q) for q in (2, 4, 8)),
-)
+def run(
+    quick: bool,
+    flashmla: Path | None = None,
+    write_table: Path | None = None,
+    parts: Sequence[str] = tuple(PARTS),
+) -> list[Result]:
+    """Microseconds of a call; the baseline is FlashMLA's function alone where it is there.
 
-
-def run(quick: bool, flashmla: Path | None = None) -> list[Result]:
-    """Microseconds of a call; the baseline is FlashMLA where it is there.  Without a GPU, nothing.
-
-    ``quick`` leaves the sweeps out.
+    ``quick`` leaves the sweeps out.  Without a GPU, nothing.
     """
     if not torch.cuda.is_available():
         print("attention: needs a CUDA device")
         return []
-    return list(dense(TARGETS if quick else TARGETS + SWEEP, flashmla))
+    found = []
+    for name in parts:
+        part = PARTS[name]
+        shapes = part.targets if quick else part.targets + part.sweep
+        found += list(measure(part, shapes, flashmla))
+        if write_table is not None:  # after each part: whatever comes next, this was measured
+            write_times(write_table, found)
+    return [result for timed in found for result in timed.results()]
 
 
-def dense(
-    shapes: Sequence[Shape], flashmla: Path | None, backends: Sequence[str] = ("triton",)
-) -> Iterator[Result]:
-    """Absorbed MLA decode over bf16 pages, by each backend of the kernel table."""
-    if flashmla is not None:
-        torch.ops.load_library(str(flashmla))  # type: ignore[no-untyped-call]
+def measure(
+    part: Part,
+    shapes: Sequence[Shape],
+    library: Path | None = None,
+    *,
+    device: str = "cuda",
+    turns: int = TURNS,
+) -> Iterator[Timed]:
+    """Check and time every backend that lists the part and is here, the reference on a CPU only.
+
+    A size or a backend that fails is told of and left out.
+    """
+    if library is not None:
+        backend_flashmla.load(library)
+    bare = device == "cuda" and not backend_flashmla.missing("dense_decode_fwd")
     for shape in shapes:
         try:
-            sets = _inputs(shape)
-            contenders = {}
-            if flashmla is not None:
-                contenders["flashmla"] = [_flashmla(i, shape) for i in sets]
-            for backend in backends:
-                contenders[backend] = [_ours(i, backend) for i in sets]
-            times = replayed(contenders)
+            timed = _measure(part, shape, device, bare, turns)
         except Exception as error:  # noqa: BLE001  one size must not lose the others
-            print(f"{shape}: {type(error).__name__}: {error}", flush=True)
+            print(f"{part.result} {shape}: {_first_line(error)}", flush=True)
             continue
-        yield from _told(shape, times)
-        del sets, contenders
-        torch.cuda.empty_cache()
+        _tell(timed)
+        yield timed
+        if device == "cuda":
+            torch.cuda.empty_cache()
 
 
-def _told(shape: Shape, times: dict[str, list[float]]) -> Iterator[Result]:
-    base = times.get("flashmla")
-    reference = summarise("", base, unit="us").median if base else None
-    for name, samples in times.items():
-        params = {**shape.params, "backend": name}
-        result = summarise("mla_decode_us", samples, unit="us", params=params)
-        if name != "flashmla":
-            yield result.against(reference)
-        print(
-            f"{name:9s} {shape.batch:4d} x {shape.queries} h{shape.heads:<4d}"
-            f"{shape.keys:7d}{' ragged' if shape.ragged else '':7s}"
-            f"{result.median:9.2f} us {shape.flops / result.median / 1e6:6.0f} TFLOP/s"
-            f"{shape.key_bytes / result.median / 1e3:7.0f} GB/s"
-            f"{'' if not reference else f'  {reference / result.median:5.2f} x'}",
-            flush=True,
-        )
+def _measure(part: Part, shape: Shape, device: str, bare: bool, turns: int) -> Timed:
+    torch.manual_seed(0)
+    work = part.make(part, shape, device, bare)
+    expected = work.kernel("torch")[0]()
+    contenders: dict[str, list[Call]] = {}
+    errors = {}
+    if work.bare:
+        contenders[BARE] = work.bare
+    for backend in _backends(part, device):
+        try:
+            calls = work.kernel(backend)
+            errors[backend] = _error(calls[0](), expected)
+            contenders[backend] = calls
+        except Exception as error:  # noqa: BLE001  nor one backend the others
+            print(f"{part.result} {shape} {backend}: {_first_line(error)}", flush=True)
+            errors[backend] = float("inf")
+    del expected
+    timer = _replayed if device == "cuda" else _called
+    return Timed(part, shape, timer(contenders, turns), errors)
 
 
-def replayed(contenders: dict[str, list[Call]], turns: int = 7) -> dict[str, list[float]]:
+def _backends(part: Part, device: str) -> list[str]:
+    """Those that may be captured and are here."""
+    for each in choices(device):
+        if (each["operation"], each["record"]) == (part.operation, part.record):
+            kept = ("torch",) if device == "cpu" else ("triton", "gluon", "flashmla")
+            return [name for name in each["available"] if name in kept]
+    return []
+
+
+def _error(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
+    """inf where log-sum-exps differ, or something is no number."""
+    out, lse = (each.float() for each in found)
+    right, right_lse = (each.float() for each in expected)
+    if not torch.equal(lse.isinf(), right_lse.isinf()) or bool(out.isnan().any()):
+        return float("inf")
+    known = right_lse.isfinite()
+    gap = (lse - right_lse)[known].abs() / right_lse[known].abs().clamp_min(1)
+    if gap.numel() and float(gap.max()) > LSE_BOUND:
+        return float("inf")
+    return float((out - right).abs().max() / right.abs().max().clamp_min(1e-6))
+
+
+def _replayed(contenders: Mapping[str, list[Call]], turns: int) -> dict[str, list[float]]:
     """Microseconds a call of each contender: graphs over all its calls, replayed in turn."""
     graphs = {}
     for name, calls in contenders.items():
@@ -166,71 +180,120 @@ def replayed(contenders: dict[str, list[Call]], turns: int = 7) -> dict[str, lis
     return times
 
 
+def _called(contenders: Mapping[str, list[Call]], turns: int) -> dict[str, list[float]]:
+    """The same without a device to replay on."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(turns):
+        for name, calls in contenders.items():
+            begin = time.perf_counter()
+            for call in calls:
+                call()
+            times[name].append((time.perf_counter() - begin) * 1e6 / len(calls))
+    return times
+
+
+def _medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: summarise("", some, unit="us").median for name, some in samples.items()}
+
+
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """One call's tensors."""
-
-    query: Tensor
-    rows: Tensor
-    batch: PagedBatch
-    scale: float = 0.1352
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def _inputs(shape: Shape) -> list[Inputs]:
-    copies = max(2, min(32, -(-ROTATE_BYTES // shape.key_bytes)))
-    pages = [-(-kv // PAGE) for kv in shape.kv_lens]
-    made = []
-    for _ in range(copies):
-        order = torch.randperm(sum(pages), device="cuda", dtype=torch.int32)
-        table = torch.zeros(shape.batch, max(pages), dtype=torch.int32, device="cuda")
-        for b, part in enumerate(torch.split(order, pages)):
-            table[b, : pages[b]] = part
-        queries = (shape.queries,) * shape.batch
-        batch = PagedBatch(
-            query_lens=queries,
-            kv_lens=tuple(shape.kv_lens),
-            block_table=table,
-            cu_seqlens_q=torch.tensor([0, *queries], device="cuda").cumsum(0).to(torch.int32),
-            kv_lens_device=torch.tensor(shape.kv_lens, dtype=torch.int32, device="cuda"),
-            page_tokens=PAGE,
+def _tell(timed: Timed) -> None:
+    shape, part = timed.shape, timed.part
+    medians = _medians(timed.samples)
+    base = medians.get(BARE)
+    keys = f"{shape.keys}+{shape.extra}" if shape.extra else f"{shape.keys}"
+    for name, us in medians.items():
+        error = timed.errors.get(name)
+        told = "" if error is None else f"  error {error:.1e}{'' if error <= BOUND else ' WRONG'}"
+        print(
+            f"{part.result:18s}{name:16s}{shape.batch:5d} x {shape.queries} h{shape.heads:<4d}"
+            f"{keys:>9s}{' ragged' if shape.ragged else '':7s}{us:9.2f} us"
+            f"{part.flops(shape) / us / 1e6:7.0f} TFLOP/s{part.bytes(shape) / us / 1e3:7.0f} GB/s"
+            f"{'' if base is None else f'  {base / us:5.2f} x'}{told}",
+            flush=True,
         )
-        made.append(
-            Inputs(
-                torch.randn(sum(queries), shape.heads, 576, device="cuda").to(torch.bfloat16),
-                torch.randn(sum(pages) * PAGE, 576, device="cuda", dtype=torch.bfloat16),
-                batch,
-            )
+
+
+# ------------------------------------------------------------------ the table that ships
+
+
+def write_times(path: Path, found: Sequence[Timed], about: Mapping[str, Any] | None = None) -> None:
+    """Put times into a file of ``kvtier.kernels.measured``, in place of what it has of the same
+    cases; other cases stay.  Raises ValueError where the file is of another device.
+
+    A backend counts as checked if it was right at every size of a case.
+    """
+    about = about or meta()
+    document: dict[str, Any] = {"device": about["device"], "taken": {}, "cases": []}
+    if path.exists():
+        document = json.loads(path.read_text())
+        if document["device"] != about["device"]:
+            raise ValueError(f"{path} is of {document['device']}, this is {about['device']}")
+    versions = {name: about["versions"].get(name) for name in ("torch", "triton")}
+    document["taken"] = {"git": about["git"], "date": about["date"], **versions}
+    for part in dict.fromkeys(timed.part for timed in found):
+        case = _case_of(part, [timed for timed in found if timed.part is part])
+        same = [k for k, c in enumerate(document["cases"]) if _names(c) == _names(case)]
+        if same:
+            document["cases"][same[0]] = case
+        else:
+            document["cases"].append(case)
+    path.write_text(_dumped(document))
+
+
+def _names(case: Mapping[str, Any]) -> tuple[Any, ...]:
+    return case["operation"], case["record"], case["dims"], case["dtype"]
+
+
+def _case_of(part: Part, found: Sequence[Timed]) -> dict[str, Any]:
+    backends = list(dict.fromkeys(name for timed in found for name in timed.errors))
+    right = [b for b in backends if all(timed.errors.get(b, 0) <= BOUND for timed in found)]
+    rows = []
+    for timed in found:
+        shape = timed.shape
+        listed = part.operation != "mla_absorbed"
+        mean = sum(shape.kv_lens) // shape.batch
+        medians = _medians(timed.samples)
+        times = [round(medians[b], 1) if b in medians else None for b in backends]
+        size = [shape.batch, shape.queries, shape.heads, mean]
+        if listed:  # a query is what a list belongs to
+            size = [shape.tokens, 1, shape.heads, shape.keys + shape.extra]
+        rows.append([*size, *times])
+    return {
+        "operation": part.operation,
+        "record": part.record,
+        "dims": list(part.dims),
+        "dtype": "bfloat16",
+        "checked": right,
+        "columns": ["batch", "queries", "heads", "keys", *backends],
+        "rows": rows,
+    }
+
+
+def _dumped(document: Mapping[str, Any]) -> str:
+    """JSON with a line a size."""
+    cases = []
+    for case in document["cases"]:
+        names = ", ".join(
+            f"{json.dumps(key)}: {json.dumps(case[key])}"
+            for key in ("operation", "record", "dims", "dtype")
         )
-    return made
-
-
-def _ours(inputs: Inputs, backend: str) -> Call:
-    case = Case("mla_absorbed", "dense", (576, 512), torch.bfloat16, "cuda")
-    kernel = select(case, backend=backend).run
-    return lambda: kernel(
-        inputs.query, inputs.rows, inputs.batch, latent_dim=512, scale=inputs.scale
-    )
-
-
-def _flashmla(inputs: Inputs, shape: Shape) -> Call:
-    decode: Any = torch.ops._flashmla_C.dense_decode_fwd
-    query = inputs.query.view(shape.batch, shape.queries, shape.heads, 576)
-    pages = inputs.rows.view(-1, PAGE, 1, 576)
-    lengths, table = inputs.batch.kv_lens_device, inputs.batch.block_table
-    made: list[Tensor | None] = [None, None]
-
-    def call() -> tuple[Tensor, Tensor]:
-        args = (query, pages, 512, lengths, table, inputs.scale, True, *made, None)
-        out, lse, *schedule = decode(*args)
-        made[:] = schedule
-        return out, lse
-
-    call()
-    return call
+        rows = ",\n".join(f"    {json.dumps(row)}" for row in case["rows"])
+        cases.append(
+            f"  {{\n   {names},\n"
+            f'   "checked": {json.dumps(case["checked"])},\n'
+            f'   "columns": {json.dumps(case["columns"])},\n'
+            f'   "rows": [\n{rows}\n   ]\n  }}'
+        )
+    head = ",\n".join(f" {json.dumps(k)}: {json.dumps(document[k])}" for k in ("device", "taken"))
+    return f'{{\n{head},\n "cases": [\n' + ",\n".join(cases) + "\n ]\n}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -238,9 +301,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flashmla", type=Path, help="vLLM's _flashmla_C.abi3.so")
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument(
+        "--write-table", type=Path, nargs="?", const=TABLE, help=f"write times here ({TABLE.name})"
+    )
     parser.add_argument("--quick", action="store_true", help="without the sweeps")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args(argv)
-    results = run(options.quick, options.flashmla)
+    results = run(options.quick, options.flashmla, options.write_table, options.parts)
     if options.json:
         write(options.json, results, meta())
 

@@ -41,6 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[],
         help="replay this trace in place of the shipped ones (for `trace`; may be repeated)",
     )
+    parser.add_argument(
+        "--flashmla",
+        type=Path,
+        metavar="PATH",
+        help="vLLM's _flashmla_C.abi3.so, if FlashMLA is not installed (for `attention`)",
+    )
+    parser.add_argument(
+        "--write-table",
+        type=Path,
+        metavar="PATH",
+        help="put times where kernels are picked by them: kvtier/kernels/measured_h200.json "
+        "(for `attention`)",
+    )
     options = parser.parse_args(argv)
     unknown = sorted(set(options.names) - set(available()))
     if unknown:
@@ -50,7 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in dict.fromkeys(options.names):
         began = time.monotonic()
         try:
-            found = _call(name, options.quick, peers=options.peers, trace=options.trace)
+            found = _call(
+                name,
+                options.quick,
+                peers=options.peers,
+                trace=options.trace,
+                flashmla=options.flashmla,
+                write_table=options.write_table,
+            )
         except Exception as error:  # noqa: BLE001  one broken benchmark must not lose the others
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             failed.append(name)
