@@ -10,12 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtier import Cache, CacheConfig, ConfigError, KVTierError, Tier
-from kvtier.kernels import Workspace
+from kvtier.kernels import PrefillPlan, Workspace
 from kvtier_deepseek import Adapter, attach, layout_for
 from kvtier_deepseek.mla import threshold
+from kvtier_deepseek.mla.attention import QUERIES, _scratch_batch
 from tests.adapter.fake_step import FakeCache, FakeSequence
 from tests.adapter.models import full_logits, random_tokens, tiny_model
 
+CPU = torch.device("cpu")
 PAGE = 4
 LOGITS = 5e-6
 TWO_PAGES = 40_000
@@ -192,6 +194,36 @@ class TestWorkspace:
             (logits,) = feed(adapter, cache, (FakeSequence(), tokens))
             torch.testing.assert_close(logits, full_logits(model, tokens), atol=2e-5, rtol=0)
         assert len(made) == 1
+
+    def test_what_is_left_of_the_bytes_is_for_other_scratch(self) -> None:
+        model = tiny_model("v3")
+        with attach(model, cache_for(model), workspace_bytes=TWO_PAGES) as adapter:
+            layer: Any = adapter._family.layers[0]
+            assert layer.workspace_bytes + adapter.reserved_bytes == TWO_PAGES
+
+    @pytest.mark.parametrize("rows", [1, 3, 8])
+    def test_a_projection_with_an_output_of_its_own_is_called_piece_by_piece(
+        self, rows: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvtier_deepseek.mla.attention.PIECE", rows)
+        model = tiny_model("v3")
+        given = []
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj.register_forward_pre_hook(
+                lambda _, args: given.append(args[0].shape[0])
+            )
+        tokens, cache = random_tokens(30), cache_for(model)
+        expected = full_logits(model, tokens)
+        given.clear()
+        with attach(model, cache, workspace_bytes=TWO_PAGES) as adapter:
+            (logits,) = feed(adapter, cache, (FakeSequence(), tokens))
+        torch.testing.assert_close(logits, expected, atol=LOGITS, rtol=0)
+        assert max(given) == rows and sum(given) == 2 * 30
+
+    def test_warming_up_meets_every_size_of_tile(self) -> None:
+        tiles = {PrefillPlan.of(_scratch_batch(1, PAGE, CPU, n), 2 * PAGE).tile for n in QUERIES}
+        every = {PrefillPlan.of(_scratch_batch(1, PAGE, CPU, n), 2 * PAGE).tile for n in range(999)}
+        assert tiles == every == {16, 64, 128}
 
     def test_nothing_as_large_as_the_context_is_made_in_a_step(self) -> None:
         """Peak memory does not depend on the context: 32 and 64 chunks of it."""
