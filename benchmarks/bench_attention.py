@@ -65,21 +65,30 @@ def run(
     flashmla: Path | None = None,
     write_table: Path | None = None,
     parts: Sequence[str] = tuple(PARTS),
+    json_path: Path | None = None,
 ) -> list[Result]:
     """Microseconds of a call; the baseline is FlashMLA's function alone where it is there.
 
-    ``quick`` leaves the sweeps out.  Without a GPU, nothing.
+    ``quick`` leaves the sweeps out.  What has been measured is in the files after each size,
+    whatever comes next.  Without a GPU, nothing.
     """
     if not torch.cuda.is_available():
         print("attention: needs a CUDA device")
         return []
-    found = []
+    found: list[Timed] = []
+    about = meta()
     for name in parts:
         part = PARTS[name]
-        shapes = part.targets if quick else part.targets + part.sweep
-        found += list(measure(part, shapes, flashmla))
-        if write_table is not None:  # after each part: whatever comes next, this was measured
-            write_times(write_table, found)
+        for timed in measure(part, part.targets if quick else part.targets + part.sweep, flashmla):
+            found.append(timed)
+            if write_table is not None:
+                write_times(write_table, found, about)
+            if json_path is not None:
+                write(json_path, _results(found), about)
+    return _results(found)
+
+
+def _results(found: Sequence[Timed]) -> list[Result]:
     return [result for timed in found for result in timed.results()]
 
 
@@ -307,9 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="without the sweeps")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args(argv)
-    results = run(options.quick, options.flashmla, options.write_table, options.parts)
-    if options.json:
-        write(options.json, results, meta())
+    run(options.quick, options.flashmla, options.write_table, options.parts, options.json)
 
 
 if __name__ == "__main__":
