@@ -171,6 +171,25 @@ class TestTheTable:
         assert bench_attention._dumped(json.loads(path.read_text())) == path.read_text()
 
 
+def test_what_was_measured_is_written_whatever_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(part: Part, shapes: Any, library: Any) -> Any:
+        assert shapes == part.targets
+        yield timed("dense", Shape(1, 16, 64), {BARE: 3.0, "triton": 1.5}, triton=0.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_attention, "measure", measure)
+    monkeypatch.setattr(bench_attention, "meta", lambda: ABOUT)
+    table, results = tmp_path / "table.json", tmp_path / "results.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench_attention.run(True, None, table, ["dense"], results)
+    assert json.loads(table.read_text())["cases"][0]["rows"] == [[1, 1, 16, 64, 1.5]]
+    (result,) = json.loads(results.read_text())["results"]
+    assert (result["median"], result["baseline"], result["ratio"]) == (1.5, 3.0, 2.0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_attention.run(quick=True) == []
