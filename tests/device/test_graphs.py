@@ -74,6 +74,12 @@ def made(kind: str) -> Any:
     return tiny_model(**MLA, **({} if kind == "v3" else WINDOWED))
 
 
+def near_of(kind: str) -> float:
+    """How far logits may be apart of which only the order of sums differs: with an index, one of
+    the tokens that are chosen may be another."""
+    return 0.5 if kind in INDEXED else 0.05
+
+
 @memo
 def model_of(kind: str, dtype: torch.dtype) -> Any:
     model = made(kind).to(dtype)
@@ -191,7 +197,8 @@ def test_replay_is_eager(kind: str, wide: bool) -> None:
                     assert torch.equal(logits, again)
                     assert all(map(torch.equal, held(cache), after))
                 else:  # of other lengths the keys are cut into other parts
-                    torch.testing.assert_close(logits, again, atol=0.05, rtol=0.05)
+                    near = near_of(kind)
+                    torch.testing.assert_close(logits, again, atol=near, rtol=near)
             assert not logits.isnan().any()
         assert captures >= 2 or kind in ("v3", *INDEXED)
 

@@ -102,12 +102,13 @@ def test_replay_of_verify_steps_is_eager_speculative(kind: str) -> None:
                 assert all(map(torch.equal, held(cache), after))
                 restore(cache, before)
                 plain = adapter.forward(step, all_logits=True)
-                torch.testing.assert_close(logits, plain, atol=0.05, rtol=0.05)
+                near = decoding.near_of(kind)
+                torch.testing.assert_close(logits, plain, atol=near, rtol=near)
                 restore(cache, after)
                 assert not logits.isnan().any()
                 for i, right in rows:
                     step.accept(leases[i], right)
-        assert captures >= 1 or kind == "v3"
+        assert captures >= 1 or kind in ("v3", *decoding.INDEXED)
 
 
 def restore(cache: Cache, saved: list[Tensor]) -> None:

@@ -68,6 +68,18 @@ def test_fingerprints_tell_layouts_apart(change: dict[str, Any]) -> None:
     assert mla_indexed(**SIZES, max_draft=3).fingerprint == it.fingerprint
 
 
+def test_what_else_bytes_mean_is_in_the_fingerprint() -> None:
+    assert mla_indexed(**SIZES, record="fp8").meta == {
+        "rope_layout": "half",
+        "latent_dim": 512,
+        "rope_dim": 64,
+        "index_dim": 128,
+        "record": "fp8",
+        "index_record": "fp8",
+        "index_hadamard": "no",
+    }
+
+
 def test_sizes_of_equal_bytes_are_told_apart() -> None:
     a, b = (
         mla_indexed(layers=1, latent_dim=latent, rope_dim=rope, index_dim=32, index_record="dense")
