@@ -398,3 +398,36 @@ def poison(cache: Cache) -> None:
             for layer in cache.layout.components[0].layers:
                 device.layer(layer).rows("latent").fill_(torch.nan)
             step.accept(lease, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_streams_take_turns() -> None:
+    """A step on another stream projects into the workspace only when the one before has read it."""
+    model = tiny_model("v3")
+    streams = [random_tokens(30, seed) for seed in (1, 2)]
+    expected = [full_logits(model, stream) for stream in streams]
+    model.cuda()
+    layout = layout_for(model.config, page_tokens=PAGE, dtype="float32")
+    slow = True
+
+    def dawdle(*_: Any) -> None:
+        if slow:
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+
+    model.model.layers[0].self_attn.kv_b_proj.register_forward_hook(dawdle)
+    with (
+        Cache(layout, CacheConfig(gpu_bytes="1MiB"), model="tiny", device="cuda") as cache,
+        attach(model, cache, workspace_bytes=TWO_PAGES, max_absorbed=0) as adapter,
+        cache.lease([]) as first,
+        cache.lease([]) as second,
+    ):
+        got = []
+        for lease, tokens in ((first, streams[0]), (second, streams[1])):
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+                with cache.step([(lease, tokens)]) as step:
+                    got.append(adapter.forward(step, all_logits=True))
+            slow = False
+        torch.cuda.synchronize()
+    for logits, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(logits.cpu(), want, atol=5e-5, rtol=0)

@@ -435,3 +435,58 @@ class TestFolding:
         assert torch.equal(results.out[:4].cpu(), carry[:4])
         assert torch.equal(results.lse[:4].cpu(), carry_lse[:4])
         assert results.out.isfinite().all() and not torch.equal(results.out[4:].cpu(), carry[4:])
+
+
+RELEASED = HeadDims(heads=16, latent=512, rope=64, nope=128, value=128)
+
+
+def whole_by_torch(case: MlaCase, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of some heads in float32, every sequence at once."""
+    d, weight = case.dims, case.weight[heads].float()
+    outs, lses, at = [], [], 0
+    for (q_len, kv_len), rows in zip(case.lengths, case.stored, strict=True):
+        rows = rows.float()
+        # What the workspace holds is rounded to the rows' type.
+        up = torch.einsum("ml,hpl->hmp", rows[:, : d.latent], weight).to(case.weight.dtype).float()
+        query = case.query[at : at + q_len, heads].float().transpose(0, 1)
+        score = query[..., : d.nope] @ up[..., : d.nope].mT
+        score += query[..., d.nope :] @ rows[:, d.latent :].T
+        score *= case.scale
+        ahead = torch.ones(q_len, kv_len, dtype=torch.bool, device=rows.device)
+        score.masked_fill_(ahead.triu(kv_len - q_len + 1), -torch.inf)
+        lses.append(score.logsumexp(-1).T)
+        outs.append((score.softmax(-1) @ up[..., d.nope :]).transpose(0, 1))
+        at += q_len
+    return torch.cat(outs), torch.cat(lses)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1024, 8192])
+def test_one_long_context_and_many_short_ones(dtype: torch.dtype, rows: int) -> None:
+    lengths = [(300, 20_300), *((7 * i + 1, 90 * i + 1) for i in range(1, 31)), (1, 5000)]
+    case = MlaCase(lengths, dims=RELEASED, dtype=dtype, page=64, device="cuda")
+    out, lse = case.run("materialised", max_rows=rows, kernel=by_triton)
+    assert max(case.projected) <= rows and lse is not None
+    expected, expected_lse = whole_by_torch(case, slice(None))
+    scale = expected.abs().amax(-1)
+    error = (out.float() - expected).abs().amax(-1) / scale
+    assert error.max().item() <= (1.5e-2 if dtype == torch.bfloat16 else 2e-3)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-3, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_a_workspace_of_more_values_than_32_bits_count() -> None:
+    """66,000 rows of 128 heads at once: the last keys lie past 2^31 values."""
+    dims = HeadDims(heads=128, latent=512, rope=64, nope=128, value=128)
+    case = MlaCase([(70, 66_000)], dims=dims, dtype=torch.bfloat16, page=64, device="cuda")
+    case.rows[case.rows.isnan()] = 0
+    out, lse = case.run("materialised", max_rows=66_048, kernel=by_triton)
+    assert case.projected == [66_000] and lse is not None
+    last = slice(126, 128)
+    expected, expected_lse = whole_by_torch(case, last)
+    error = (out[:, last].float() - expected).abs().amax(-1) / expected.abs().amax(-1)
+    assert error.max().item() <= 1.5e-2
+    torch.testing.assert_close(lse[:, last], expected_lse, atol=2e-3, rtol=0)
