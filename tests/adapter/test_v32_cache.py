@@ -11,12 +11,14 @@ from torch import Tensor
 
 from kvtier import Cache, Lease, Tier
 from kvtier.kernels import RECORDS, write_records
+from kvtier.layouts import mla_indexed
 from kvtier_deepseek import Adapter, NGram, attach, speculate
 from tests.adapter.drafts_kit import Forced
 from tests.adapter.models import full_logits, hf_greedy, random_tokens
 from tests.adapter.swa_kit import PAGE, cut, feed, near, poison_free, run
 from tests.adapter.test_swa_parity import rounded_latent
 from tests.adapter.v32_kit import LOGITS, PACKED, new_model, open_cache, v32_model
+from tests.device.byte_model import DeviceModel, prompt, sized
 
 TOPK = 8
 LENGTH = 45
@@ -252,6 +254,30 @@ class TestPacked:
                 assert lease.restored[Tier.DISK] == 24
                 poison_free(cache)
                 assert torch.equal(run(cache, adapter, lease, tokens, [16]), want[24:])
+
+
+def test_bytes_of_both_components_are_those_of_their_tokens(tmp_path: Path) -> None:
+    """B7, the byte model: packed rows and keys, planes apart, in every tier."""
+    layout = mla_indexed(layers=2, latent_dim=512, rope_dim=64, record="fp8", page_tokens=8)
+    config = sized(layout, gpu=30, cpu=60, disk_path=tmp_path, disk_bytes="1GiB")
+    tokens = prompt(59)
+    with Cache(layout, config, model="bytes", device="cpu") as cache:
+        model = DeviceModel(cache)
+        model.pool.poison_all()
+        with cache.lease(tokens) as lease:
+            model.prefill(lease, tokens, chunk=5)
+            for i in range(10):
+                model.feed(lease, [i], rejected=i % 4)
+                model.poison()
+                model.check(lease)
+        cache.flush().result(timeout=30)
+        for tiers in ((), (Tier.GPU,), (Tier.GPU, Tier.CPU)):
+            model.evict(*tiers)
+            with cache.lease(tokens) as lease:
+                assert lease.ready.result(timeout=30) == 56
+                assert model.check(lease) == 2 * 2 * 56
+            cache.flush().result(timeout=30)
+        cache.check()
 
 
 @pytest.mark.parametrize("accepted", range(4))
