@@ -1,7 +1,8 @@
-"""Which compressed entries a query attends to: scores against indexer keys, and the best of them.
+"""Which entries a query attends to: scores against indexer keys, and the best of them.
 
-Keys lie in pages as any record, entry j of a sequence in its page ``j // entries per page``.  Reads
-keys up to the sequence's last closed entry and nothing else.
+An entry stands for ``ratio`` tokens: some of them compressed to one, or each as it is.  Keys lie in
+pages as any record, entry j of a sequence in its page ``j // entries per page``.  Reads keys up to
+the sequence's last closed entry and nothing else.
 """
 
 import torch

@@ -17,6 +17,7 @@ from kvtier.kernels import (
     index_query,
     index_topk,
     quantise_query,
+    read_records,
     token_slots,
     write_records,
 )
@@ -53,9 +54,12 @@ def keys_of(record: str, batch: PagedBatch) -> tuple[Tensor, Tensor]:
     return storage, by_slot
 
 
-@pytest.mark.parametrize("call", [index_topk, on_triton], ids=["torch", "triton"])
 @pytest.mark.parametrize("record", ["dense", "index_fp8"])
-@pytest.mark.parametrize("topk", [1, 16, 128])
+@pytest.mark.parametrize(
+    ("call", "topk"),
+    [*((index_topk, topk) for topk in (1, 16, 128)), (on_triton, 16)],
+    ids=["torch-1", "torch-16", "torch-128", "triton-16"],
+)
 def test_against_sorting_every_row(call: Callable[..., Any], record: str, topk: int) -> None:
     """E3: the highest scores among the tokens up to a query's own, its own included."""
     torch.manual_seed(2)
@@ -112,3 +116,31 @@ def test_queries_that_come_rotated_are_only_quantised() -> None:
     assert all(map(torch.equal, got, quantise_query(query, weights)))
     same, unchanged = index_query(query, weights, none, none, RECORDS["dense"])
     assert torch.equal(same, query) and torch.equal(unchanged, weights)
+
+
+@pytest.mark.parametrize("record", ["dense", "mla_fp8"])
+def test_attention_to_as_many_as_released_models_choose(record: str) -> None:
+    """E5: lists of 2,048 of a longer context, one of them not full, against float64."""
+    pytest.importorskip("triton")
+    from kvtier.kernels import triton_mla_sparse
+
+    torch.manual_seed(5)
+    there, bf16 = 34 * PAGE, torch.bfloat16
+    if record == "dense":
+        rows = torch.full((there, 576), torch.nan, dtype=bf16)
+    else:
+        rows = torch.full((34, RECORDS[record].page_bytes(PAGE)), 0xFF, dtype=torch.uint8)
+    slots = torch.stack([torch.randperm(there)[:2048] for _ in range(2)])
+    slots[1, 2000:] = -1
+    named = slots[slots >= 0].unique()  # what is not stays poison
+    write_records(rows, named, torch.randn(len(named), 576).to(bf16), RECORDS[record])
+    query = torch.randn(2, 3, 576).to(bf16)
+    options: dict[str, Any] = {"latent_dim": 512, "scale": 192**-0.5, "record": RECORDS[record]}
+    moved = (t.to(DEVICE) for t in (query, rows, slots.int()))
+    out, lse = triton_mla_sparse.mla_sparse(*moved, **options)
+    for i in range(2):
+        keys = read_records(rows, slots[i][slots[i] >= 0], RECORDS[record]).double()
+        scores = query[i].double() @ keys.T * 192**-0.5
+        want = scores.softmax(-1) @ keys[:, :512]
+        assert (out[i].cpu().double() - want).abs().max() <= 1e-2 * want.abs().max()
+        assert (lse[i].cpu().double() - scores.logsumexp(-1)).abs().max() <= 1e-2
