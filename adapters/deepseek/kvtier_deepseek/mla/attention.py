@@ -25,6 +25,8 @@ MANY = 256
 """Sequences, more than a device has multiprocessors."""
 QUERIES = (1, 17, 65)
 """New tokens of a sequence, for each of which a kernel may take tiles of another size."""
+DOUBLED = (2, 4, 8, 16, 32, 64)
+"""The same where heads of a query are rows of a tile too, of 64 at most."""
 PIECE = 512
 """Rows that a projection with an output of its own is given at a time."""
 
@@ -91,11 +93,13 @@ class MlaAttention(Projections):
         rows = norm.new_zeros(page_tokens, d.latent + d.rope)
         batch = _scratch_batch(1, page_tokens, norm.device)
         self.kernels["write_rows"].run(rows, batch.cu_seqlens_q[:1].long(), rows[:1].clone())
-        for sequences in (1, MANY):  # a kernel may cut a large batch up in another way
-            query = norm.new_zeros(sequences, d.heads, d.latent + d.rope)
-            many = _scratch_batch(sequences, page_tokens, norm.device)
+        more = [q for q in DOUBLED if d.heads * q < 2 * DOUBLED[-1]]
+        # A kernel may cut a large batch up in another way, and more queries into larger tiles.
+        for sequences, queries in ((1, 1), (MANY, 1), *((1, q) for q in more)):
+            query = norm.new_zeros(sequences * queries, d.heads, d.latent + d.rope)
+            some = _scratch_batch(sequences, page_tokens, norm.device, queries)
             for kernel in self.kernels["mla_absorbed"].variants:
-                kernel.run(query, rows, many, latent_dim=d.latent, scale=self.scale)
+                kernel.run(query, rows, some, latent_dim=d.latent, scale=self.scale)
         for queries in QUERIES:
             query = norm.new_zeros(queries, d.heads, d.nope + d.rope)
             self._chunked_warmup(query, rows, _scratch_batch(1, page_tokens, norm.device, queries))

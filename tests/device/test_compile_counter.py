@@ -1,0 +1,45 @@
+"""E9: a warm-up asks for every variant of every kernel that steps need, without a GPU too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "v3",
+        "v4",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("swa", "swa-plain", "v32", "v32-plain", "v4-plain")
+        ),
+    ],
+)
+def test_steps_ask_for_nothing_that_a_warm_up_has_not(kind: str) -> None:
+    path = os.pathsep.join((str(ROOT), str(ROOT / "adapters" / "deepseek")))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.device.compile_counter", kind],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={
+            **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+            "PYTHONPATH": path,
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["warm"] >= 5
+    assert told["later"] == []
