@@ -326,18 +326,69 @@ def _found() -> tuple[dict[str, Callable[..., Any]], str]:
     """FlashMLA's functions by name, or why there are none."""
     if calls := _registered():
         return calls, ""
-    try:
-        if importlib.util.find_spec("flash_mla") is not None:
-            module = importlib.import_module("flash_mla.cuda")
-            calls = {name: getattr(module, name) for name in CALLS if hasattr(module, name)}
-            if calls:
+    reason = "neither flash_mla nor a vLLM with FlashMLA's extension is installed"
+    for source in (_from_package, _from_vllm):
+        try:
+            if calls := source():
                 return calls, ""
-        if (library := _library()) is not None:
-            torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-            return _registered(), ""
-    except (ImportError, OSError) as error:
-        return {}, f"FlashMLA is installed, but does not load: {error}"
-    return {}, "neither flash_mla nor a vLLM with FlashMLA's extension is installed"
+        except (ImportError, OSError, AttributeError) as error:
+            reason = f"FlashMLA is installed, but does not load: {error}"
+    return {}, reason
+
+
+def _from_package() -> dict[str, Callable[..., Any]]:
+    if importlib.util.find_spec("flash_mla") is None:
+        return {}
+    return _package(importlib.import_module("flash_mla"))
+
+
+def _from_vllm() -> dict[str, Callable[..., Any]]:
+    if (library := _library()) is None:
+        return {}
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    return _registered()
+
+
+def _package(module: Any) -> dict[str, Callable[..., Any]]:
+    """Those of DeepSeek's package, by what it has for everybody: what they call is not stable.
+
+    Raises AttributeError for a version that has no schedules of its own to hand out.
+    """
+    attend, lists = module.flash_mla_with_kvcache, module.flash_mla_sparse_fwd
+    made = module.get_mla_metadata()[0]
+    if not hasattr(made, "tile_scheduler_metadata"):
+        raise AttributeError("its version of flash_mla is too old")
+
+    def scheduled(schedule: Schedule, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+        kept = module.get_mla_metadata()[0]
+        kept.tile_scheduler_metadata, kept.num_splits = schedule
+        out, lse = attend(*arguments, tile_scheduler_metadata=kept, **options)
+        return out, lse, kept.tile_scheduler_metadata, kept.num_splits
+
+    def dense(
+        query: Tensor, pages: Tensor, value: int, lengths: Tensor, table: Tensor, scale: float,
+        causal: bool, *schedule: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        options = {"softmax_scale": scale, "causal": causal}
+        return scheduled(schedule, query, pages, table, lengths, value, **options)
+
+    def sparse(
+        query: Tensor, pages: Tensor, slots: Tensor, _: None, sink: Tensor | None,
+        given: Tensor | None, splits: Tensor | None, extra: Tensor | None,
+        extra_slots: Tensor | None, __: None, value: int, scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        return scheduled(
+            (given, splits), query, pages, None, None, value, softmax_scale=scale,
+            is_fp8_kvcache=True, indices=slots, attn_sink=sink, extra_k_cache=extra,
+            extra_indices_in_kvcache=extra_slots,
+        )  # fmt: skip
+
+    def prefill(
+        query: Tensor, rows: Tensor, slots: Tensor, scale: float, value: int, *_: None
+    ) -> Any:
+        return lists(query, rows, slots, scale, d_v=value)
+
+    return dict(zip(CALLS, (dense, sparse, prefill), strict=True))
 
 
 def _registered() -> dict[str, Callable[..., Any]]:

@@ -5,6 +5,7 @@ keys are listed, slot -1 for none, a log-sum-exp of +inf where there are no keys
 length or list names is read by nothing here, so that poison shows.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +31,61 @@ class Double:
             "sparse_decode_fwd": self.sparse,
             "sparse_prefill_fwd": self.prefill,
         }
+
+    def package(self) -> Any:
+        """The same as what DeepSeek's package has for everybody."""
+
+        def attend(
+            q: Tensor,
+            k_cache: Tensor,
+            block_table: Tensor | None,
+            cache_seqlens: Tensor | None,
+            head_dim_v: int,
+            tile_scheduler_metadata: Any,
+            num_splits: None = None,
+            softmax_scale: float | None = None,
+            causal: bool = False,
+            is_fp8_kvcache: bool = False,
+            indices: Tensor | None = None,
+            attn_sink: Tensor | None = None,
+            extra_k_cache: Tensor | None = None,
+            extra_indices_in_kvcache: Tensor | None = None,
+        ) -> Any:
+            kept = tile_scheduler_metadata
+            known = (kept.tile_scheduler_metadata, kept.num_splits)
+            if indices is None:
+                assert not is_fp8_kvcache and block_table is not None
+                shape = (q, k_cache, head_dim_v, cache_seqlens, block_table)
+                out, lse, *made = self.dense(*shape, softmax_scale, causal, *known)  # type: ignore[arg-type]
+            else:
+                assert is_fp8_kvcache and not causal and block_table is cache_seqlens is None
+                extra = (extra_k_cache, extra_indices_in_kvcache, None)
+                out, lse, *made = self.sparse(
+                    *(q, k_cache, indices, None, attn_sink, *known, *extra),
+                    *(head_dim_v, softmax_scale),  # type: ignore[arg-type]
+                )
+            kept.tile_scheduler_metadata, kept.num_splits = made
+            return out, lse
+
+        def lists(q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int = 512) -> Any:
+            return self.prefill(q, kv, indices, sm_scale, d_v, None, None)
+
+        def metadata() -> Any:
+            return SimpleNamespace(tile_scheduler_metadata=None, num_splits=None), None
+
+        return SimpleNamespace(
+            flash_mla_with_kvcache=attend,
+            flash_mla_sparse_fwd=lists,
+            get_mla_metadata=metadata,
+            double=self,
+        )
+
+    @classmethod
+    def of(cls, package: Any) -> "Double":
+        """The one behind a package, with nothing counted."""
+        double: Double = package.double
+        double.made, double.shapes = 0, []
+        return double
 
     def schedule(self, given: Tensor | None, splits: Tensor | None, batch: int) -> Any:
         assert (given is None) == (splits is None)

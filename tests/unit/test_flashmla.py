@@ -232,14 +232,27 @@ class TestWhereItIsFound:
         assert "needs an H100 or H200" in flashmla.missing("dense_decode_fwd")
 
     def test_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        module = SimpleNamespace(dense_decode_fwd=print)
+        double = Double()
+        package = double.package()
         found = SimpleNamespace(submodule_search_locations=[])
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-        monkeypatch.setitem(sys.modules, "flash_mla", SimpleNamespace(cuda=module))
-        monkeypatch.setitem(sys.modules, "flash_mla.cuda", module)
-        assert flashmla.missing("dense_decode_fwd") == ""
-        assert flashmla._call("dense_decode_fwd") is print
-        assert "has no sparse_decode_fwd" in flashmla.missing("sparse_decode_fwd")
+        monkeypatch.setitem(sys.modules, "flash_mla", package)
+        assert [flashmla.missing(call) for call in flashmla.CALLS] == ["", "", ""]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(flashmla, "_schedules", flashmla._Schedules())
+        test_absorbed(double, [(2, 2), (2, 130), (2, 0)], 64)
+        test_a_batch_is_planned_once_for_all_layers(Double.of(package))
+        test_v4_lists(Double.of(package), 64, 40)
+        test_lists_of_latent_rows(Double.of(package), "dense", 64)
+        test_lists_of_latent_rows(Double.of(package), "mla_fp8", 64)
+
+    def test_an_old_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        package = Double().package()
+        package.get_mla_metadata = lambda *_: (torch.zeros(1), torch.zeros(1))
+        found = SimpleNamespace(submodule_search_locations=[])
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+        monkeypatch.setitem(sys.modules, "flash_mla", package)
+        assert "too old" in flashmla.missing("dense_decode_fwd")
 
     def test_vllms_extension_without_vllm(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
