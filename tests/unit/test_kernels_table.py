@@ -1,6 +1,8 @@
 """The table: every case is listed, a reference, or an error; never the closest kernel (AT-4.3)."""
 
+import ast
 import dataclasses
+import re
 import sys
 from typing import ClassVar
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from kvtier import ConfigError
-from kvtier.kernels import OPERATIONS, Case, select, select_all, table
+from kvtier.kernels import OPERATIONS, RECORDS, Case, select, select_all, table
 
 ABSORBED = Case("mla_absorbed", "dense", (576, 512), torch.bfloat16, "cuda")
 WHOLE = Case("mla_materialised_whole", "dense", (192, 128), torch.float32, "cpu")
@@ -69,6 +71,57 @@ def test_a_forced_backend_never_takes_other_dimensions(backend: str) -> None:
     case = dataclasses.replace(ABSORBED, dims=(576, 256))
     with pytest.raises(ConfigError, match="does not list"):
         select(case, backend=backend)
+
+
+def listed() -> list[tuple[str, str, str, set[tuple[int, ...]] | None, set[str], set[str], str]]:
+    """Rows as ``table`` tells of them, in order."""
+    rows = []
+    for row in table():
+        dims = None
+        if row["dims"] != "any":
+            dims = {ast.literal_eval(d) for d in re.findall(r"\([^)]*\)", row["dims"])}
+        types, devices = set(row["dtype"].split()), set(row["device"].split())
+        key = (row["operation"], row["record"], row["backend"])
+        rows.append((*key, dims, types, devices, row["available"]))
+    return rows
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_combination(operation: str) -> None:
+    """AT-4.3: of all records, dimensions, types and devices: what a row lists or the reference, an
+    error else; and never a backend that does not list the case."""
+    rows = listed()
+    every_dims = {d for row in rows for d in row[3] or ()} | {(1,), (80, 64), (576,), (512, 576)}
+    every_type = ("float64", "float32", "bfloat16", "float16", "uint8", "int32", "float8_e4m3fn")
+    backends = sorted({row[2] for row in rows})
+    seen = 0
+    for record in (*RECORDS, "fp8"):
+        mine = [row for row in rows if row[:2] == (operation, record)]
+        for dims in every_dims:
+            for dtype in every_type:
+                for device in ("cpu", "cuda", "mps"):
+                    case = Case(operation, record, dims, getattr(torch, dtype), device)
+                    able = {
+                        row[2]: row[6] == "yes"
+                        for row in mine
+                        if (row[3] is None or dims in row[3])
+                        and dtype in row[4]
+                        and device in row[5]
+                    }
+                    here = [name for name, there in able.items() if there]
+                    if here:
+                        assert select(case).backend in here
+                        seen += 1
+                    else:
+                        with pytest.raises(ConfigError):
+                            select(case)
+                    for name in backends:
+                        if name in here:
+                            assert select(case, backend=name).backend == name
+                        elif able or dims == (576, 512):  # the others alike, and slowly
+                            with pytest.raises(ConfigError):
+                                select(case, backend=name)
+    assert seen > 0
 
 
 def test_unknown_backend() -> None:
