@@ -119,7 +119,7 @@ class Cache:
                 opened.close()
             raise
         self._pool = transfer.pool if isinstance(transfer, PagedTransfer) else None
-        self._pump = Pump(self._core, transfer, record_sizes(layout))
+        self._pump = Pump(self._core, transfer, record_sizes(layout), stall_s=config.disk_stall_s)
         self._flushing = Flushing(self._pump, self._store if config.disk_mode == "write" else None)
         self._events_missed = 0
 
@@ -294,12 +294,14 @@ class Cache:
         """Bring a prefix up to the host.  Resolves to the tokens now there or on the device.
 
         Cancelling the future (also through ``asyncio.wrap_future``) returns its budget; what has
-        arrived stays.  It fails never: a page that cannot be read ends the prefix.
+        arrived stays.  It fails never: a page that cannot be read ends the prefix, and so does a
+        disk that hangs (``CacheConfig.disk_stall_s``).
         """
         packed, placed = check_prompt(tokens, identity, spans)
         future: Future[int] = Future()
         with self._pump as core:
-            record, ops = core.prefetch(packed, identity, placed)
+            most = 1 if self._pump.deadlines.disk_hangs() else None
+            record, ops = core.prefetch(packed, identity, placed, most=most)
             self._pump.expect_prefetch(record, future)
             self._pump.plan(ops)
 
@@ -464,12 +466,13 @@ class Cache:
 
     def _costs(self, policy: RestorePolicy) -> LoadCosts | None:
         """What a lease weighs that is opened now; None: nothing."""
-        rate = policy.prefill_tokens_per_s
-        if rate is None and policy.mode == "wait_complete":
+        rate, deadlines = policy.prefill_tokens_per_s, self._pump.deadlines
+        late = deadlines.disk_hangs()
+        if rate is None and policy.mode == "wait_complete" and not late:
             return None
-        costs = self._pump.deadlines.costs(ALWAYS if rate is None else 1 / rate)
+        costs = deadlines.costs(ALWAYS if rate is None else 1 / rate)
         # A disk that is late already brings nothing in time, and would take pages for it meanwhile.
-        late = policy.timeout_s is not None and costs.disk_wait_s > policy.timeout_s
+        late = late or (policy.timeout_s is not None and costs.disk_wait_s > policy.timeout_s)
         return costs.without_disk() if late or policy.mode == "best_effort" else costs
 
     def _load_behind(self, core: CacheCore, record: LeaseRecord, policy: RestorePolicy) -> None:

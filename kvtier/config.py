@@ -256,6 +256,10 @@ class CacheConfig:
     """A step that fills pages while staging is full skips storing them, or waits ``wait_s``."""
     wait_s: float = 1.0
     io_threads: int = 4
+    disk_stall_s: float = 30.0
+    """A disk that has work and brings nothing for so long is taken to hang: leases and prefetches
+    settle for what is nearer, and new leases ask it for nothing until it moves.  Infinity: they
+    wait for ever."""
     restore: RestorePolicy = field(default_factory=RestorePolicy)
     """Of leases that bring none of their own."""
     max_pinned: float = 0.5
@@ -296,6 +300,9 @@ class CacheConfig:
             raise ConfigError(f"wait_s must not be negative, got {self.wait_s}")
         if not 1 <= self.io_threads <= 64:
             raise ConfigError(f"io_threads must lie in [1, 64], got {self.io_threads}")
+        stall = self.disk_stall_s
+        if isinstance(stall, bool) or not isinstance(stall, int | float) or not stall > 0:
+            raise ConfigError(f"disk_stall_s must be a number above 0, got {stall!r}")
         if not 0 <= self.max_pinned <= 1:
             raise ConfigError(f"max_pinned is a share in [0, 1], got {self.max_pinned}")
         for component, level in self.codec.items():

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from math import inf
 
 from kvtier.arguments import FOREVER
-from kvtier.core.leases import LeaseRecord
+from kvtier.core.leases import LeaseRecord, PrefetchRecord
 from kvtier.core.load_costs import SLACK, LoadCosts
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Op
@@ -24,7 +24,9 @@ __all__ = ["Alarm", "Deadlines", "Patience"]
 logger = logging.getLogger("kvtier")
 
 RETRY_S = 0.01
-"""A lease whose time is over, but for which there is no room yet, is asked again so soon."""
+"""A lease whose time is over, but for which there is no room yet, is asked again so soon;"""
+HUNG_RETRY_S = 1.0
+"""one that waits for a disk that hangs so soon."""
 
 
 class Patience:
@@ -65,16 +67,34 @@ class Patience:
 class Deadlines:
     """Those of one cache.  Called with its lock held, except for ``alarm``."""
 
-    def __init__(self, core: CacheCore, settle_late: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        core: CacheCore,
+        settle_late: Callable[[], float],
+        *,
+        tells: Callable[[int], float] | None,
+        stall_s: float,
+    ) -> None:
+        """``tells``: when an operation under way last got something, on the same clock; None: it
+        is known only when one ends.  A disk that brings nothing for ``stall_s`` hangs."""
         self.clock: Callable[[], float] = time.monotonic
         self.alarm = Alarm(settle_late)
         self._core = core
+        self._tells = tells or (lambda op_id: -inf)
+        self._stall_s = min(stall_s, FOREVER)
         self._speeds = Speeds(core.geometry.page_bytes, core.geometry.checkpoint_frames)
         self._bounds: dict[int, Patience] = {}
+        self._look = inf
+        """When something may have waited too long for a disk that hangs."""
+        self._said = False
 
     def started(self, op: Op) -> None:
         """A RESTORE."""
-        self._speeds.started(op, self.clock())
+        now = self.clock()
+        self._speeds.started(op, now)
+        if self._look == inf and self._speeds.disk.running:
+            self._look = now + self._stall_s
+            self.alarm.set(self._look)
 
     def ended(self, op: Op) -> None:
         """Before the core is told."""
@@ -91,6 +111,13 @@ class Deadlines:
     def disk_unproven(self) -> bool:
         """Whether nobody has tried lately how fast the disk is."""
         return self._speeds.disk.unproven(self.clock())
+
+    def disk_hangs(self) -> bool:
+        """Whether it has work and has brought nothing for too long."""
+        disk = self._speeds.disk
+        if not disk.running:
+            return False
+        return disk.heard(disk.running, self._tells) + self._stall_s <= self.clock()
 
     def disk_swamped(self) -> bool:
         """Whether the disk has so much to do, or hangs, that more would only hold frames."""
@@ -121,6 +148,31 @@ class Deadlines:
                 ends = now + RETRY_S
             first = min(first, ends)
         return late, first
+
+    def hung(self) -> tuple[list[LeaseRecord | PrefetchRecord], float]:
+        """What has waited too long for a disk that hangs, and when there may be more."""
+        now, disk = self.clock(), self._speeds.disk
+        if now < self._look:
+            return [], self._look
+        if not disk.running:
+            self._look, self._said = inf, False
+            return [], inf
+        first, hung = now + self._stall_s, []
+        waiting: list[LeaseRecord | PrefetchRecord] = [*self._core.leases.values()]
+        for record in (*waiting, *self._core.prefetches.values()):
+            ends = disk.heard(record.waits, self._tells) + self._stall_s if record.waits else inf
+            if ends <= now:
+                hung.append(record)
+                ends = now + HUNG_RETRY_S
+            first = min(first, ends)
+        if hung and not self._said:
+            logger.warning(
+                "the disk has brought nothing for %g s: what waits for it does without",
+                self._stall_s,
+            )
+        self._said = self._said or bool(hung)
+        self._look = first
+        return hung, first
 
     def _ends(self, patience: Patience) -> float:
         record = patience.record

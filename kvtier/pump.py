@@ -33,7 +33,7 @@ from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Op, OpKind, Part
 from kvtier.deadlines import Deadlines
 from kvtier.errors import CacheClosed, InvariantError, KVTierError
-from kvtier.seams import Transfer
+from kvtier.seams import TellsProgress, Transfer
 from kvtier.types import LeaseState, Tier
 
 __all__ = ["Pump", "running_future"]
@@ -90,8 +90,14 @@ class Pump:
     """
 
     def __init__(
-        self, core: CacheCore, transfer: Transfer, part_bytes: Callable[[Part], int]
+        self,
+        core: CacheCore,
+        transfer: Transfer,
+        part_bytes: Callable[[Part], int],
+        *,
+        stall_s: float,
     ) -> None:
+        """``stall_s``: so long a disk may bring nothing before nobody waits for it any more."""
         self.transfer = transfer
         self.closed = False
         self.moved: dict[tuple[Tier, str], int] = {}
@@ -119,7 +125,8 @@ class Pump:
         self._ready: dict[int, Future[int]] = {}
         self._paused: dict[int, Future[None]] = {}
         self._prefetches: dict[int, tuple[PrefetchRecord, Future[int]]] = {}
-        self.deadlines = Deadlines(core, self.settle_late)
+        tells = transfer.heard_of if isinstance(transfer, TellsProgress) else None
+        self.deadlines = Deadlines(core, self.settle_late, tells=tells, stall_s=stall_s)
         self._sealed = False
         """No op is started any more: what is still planned ends at once, undelivered."""
         self._broken: BaseException | None = None
@@ -248,7 +255,10 @@ class Pump:
                 late, later = self.deadlines.late()
                 for record in late:
                     self.plan(core.settle_early(record))
-                return later
+                hung, again = self.deadlines.hung()
+                for each in hung:
+                    self.plan(core.settle_early(each, hung=True))
+                return min(later, again)
         except KVTierError:  # it has been closed, or has stopped after a bug
             return inf
 

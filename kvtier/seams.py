@@ -5,14 +5,14 @@ Tests, engines that own the device and other storage systems implement these; no
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.ops import Op
 
-__all__ = ["ENTRY", "Read", "Record", "Store", "Transfer"]
+__all__ = ["ENTRY", "Read", "Record", "Store", "TellsProgress", "Transfer"]
 
 
 class Transfer(Protocol):
@@ -46,6 +46,15 @@ class Transfer(Protocol):
 
     def close(self) -> None:
         """Finish what was started, then stop all threads.  Idempotent."""
+
+
+@runtime_checkable
+class TellsProgress(Protocol):
+    """A ``Transfer`` that knows how reads get on, so that a slow one is not taken to hang."""
+
+    def heard_of(self, op_id: int) -> float:
+        """When a RESTORE under way last got something from the store, on the monotonic clock;
+        minus infinity: nothing yet.  Must not block."""
 
 
 @dataclass(frozen=True, slots=True)

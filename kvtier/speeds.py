@@ -5,7 +5,7 @@ what the core counts.
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from math import inf
 
 from kvtier.core.load_costs import LoadCosts
@@ -22,6 +22,8 @@ PROBE_S = 1.0
 """Where loading is found too slow, so often it is tried whether that is still so."""
 PROBES = 3
 """Operations under way at most, those that hang included, when another try is made."""
+ENDS = 64
+"""How many ends are remembered, the latest, to tell those of older operations from newer ones."""
 UNMEASURED = {Tier.CPU: 10e9, Tier.DISK: 1e9}
 """Bytes a second, until something has been measured."""
 
@@ -29,7 +31,7 @@ UNMEASURED = {Tier.CPU: 10e9, Tier.DISK: 1e9}
 class Pace:
     """What the operations of one tier take: they queue for it, first in, first out."""
 
-    __slots__ = ("_ended", "_running", "_samples", "_started", "_unmeasured", "served")
+    __slots__ = ("_ended", "_ends", "_running", "_samples", "_started", "_unmeasured", "served")
 
     def __init__(self, frame_s: float) -> None:
         """``frame_s``: seconds a frame, until something has been measured."""
@@ -39,6 +41,8 @@ class Pace:
         """By operation: frames, and when it was started."""
         self._started = self._ended = -inf
         """When the last one was."""
+        self._ends: deque[tuple[int, float]] = deque(maxlen=ENDS)
+        """Operations, and when they ended."""
         self.served = 0
         """Operations that have ended."""
 
@@ -54,6 +58,7 @@ class Pace:
         frames, started = self._running.pop(op_id)
         self._samples.append((frames, max(now - max(started, self._ended), 0.0)))
         self._ended = now
+        self._ends.append((op_id, now))
         self.served += 1
 
     def estimate(self) -> tuple[float, float]:
@@ -97,6 +102,22 @@ class Pace:
             if op_id in op_ids:
                 rest = queued
         return latency + rest * frame_s if rest else 0.0
+
+    @property
+    def running(self) -> Collection[int]:
+        """Operations under way."""
+        return self._running.keys()
+
+    def heard(self, op_ids: Collection[int], tells: Callable[[int], float]) -> float:
+        """Until when there was nothing to complain of: when something last came of these
+        operations or of those started before them, or should have come.  ``tells`` knows when an
+        operation under way last got something.  Infinity: none of these is under way."""
+        last = max((i for i in op_ids if i in self._running), default=None)
+        if last is None:
+            return inf
+        waits = [i for i in self._running if i <= last]
+        began = max([self._running[waits[0]][1], *(at for i, at in self._ends if i <= last)])
+        return max(began + self.rest_s((last,)), *map(tells, waits))
 
     def unproven(self, now: float) -> bool:
         """Whether it is time to try anew how fast this tier is."""

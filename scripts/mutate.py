@@ -124,8 +124,20 @@ BUGS = [
     Bug(
         "a cold lease's tail is not cleared",
         "restore",
-        "            ops.append(operations.in_order(OpKind.CLEAR, part))\n        if moves:",
-        "            pass\n        if moves:",
+        "ops.append(operations.in_order(OpKind.CLEAR, part))\n        rec.waits.update(",
+        "pass\n        rec.waits.update(",
+    ),
+    Bug(
+        "pages that are nearer than the disk wait with it",
+        "restore",
+        "nearer = [n for n in missing if (c := n.copies[CPU]) is not None and c.ready]",
+        "nearer: list[Node] = []",
+    ),
+    Bug(
+        "a prefetch that was given up keeps its pages",
+        "machine",
+        "                self._end_prefetch(rec)\n        elif",
+        "                self.prefetches.pop(rec.id)\n        elif",
     ),
     Bug(
         "a lease settles on pages that did not arrive",

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from kvtier.config import Adaptive, CheckpointPolicy, EvictionPolicy
 from kvtier.core import check, lookup, report
 from kvtier.core.branching import Branching
-from kvtier.core.copies import CPU
+from kvtier.core.copies import CPU, DISK
 from kvtier.core.disk import DiskTable
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import ANONYMOUS, check_spans, page_extras
@@ -217,12 +217,24 @@ class CacheCore:
             limit = min(limit, max(0, max_reuse) // page)
         return limit
 
-    def settle_early(self, rec: LeaseRecord) -> list[Op]:
-        """Let a lease that was opened with costs stop waiting for the disk: it stands on what is
-        nearer.  What is under way still arrives, in frames of its own.  A lease that waits for
-        nothing of the disk is left as it is, and so is one for which there is no other state slot
-        than the one that is still being written."""
-        return self.restore.settle_early(rec) + self._drops()
+    def settle_early(self, rec: LeaseRecord | PrefetchRecord, *, hung: bool = False) -> list[Op]:
+        """Stop waiting for the disk: a lease stands on what is nearer, a prefetch ends with what
+        has come.  What is under way still arrives, in frames of its own, for whoever comes next.
+        A lease that waits for nothing of the disk is left as it is, and so is one for which there
+        is no other state slot than the one that is still being written.  ``hung``: it is a fault
+        of the disk, and counted."""
+        ops: list[Op] = []
+        if isinstance(rec, PrefetchRecord):
+            if settles := not rec.done:
+                self.restore.settle_prefetch(rec)
+                self._end_prefetch(rec)
+        elif settles := self.restore.give_up_disk(rec):
+            if rec.parked is None:
+                ops = self.restore.stand_anew(rec, rec.nodes)
+            else:
+                ops = self.parking.resume_without(rec)
+        self.residency.faults[DISK] += hung and settles
+        return ops + self._drops()
 
     def at_hand(self, rec: LeaseRecord) -> int:
         """Tokens that a RESTORING lease could stand on without waiting for the disk."""

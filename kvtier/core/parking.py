@@ -166,17 +166,21 @@ class Parking:
         copies = [n.copies[GPU] for n in rec.nodes]
         whole = parked.ok and rec.tail_ok and all(n.run is not None for n in rec.nodes)
         if not whole or not all(c is not None and c.ready for c in copies):
-            for frame in rec.spare:
-                self.operations.private.drop(frame)
-            rec.spare = []
-            self.restore.let_go(rec)
-            return self._resume_shorter(rec)
+            return self.resume_without(rec)
         rec.frames = [c.frames[0] for c in copies if c is not None]
         rec.owned = [False] * len(rec.frames)
         rec.length = parked.length
         self.drop(rec)
         self.restore.activate(rec)
         return []
+
+    def resume_without(self, rec: LeaseRecord) -> list[Op]:
+        """A resuming lease goes on without what it has parked, on what is there."""
+        for frame in rec.spare:
+            self.operations.private.drop(frame)
+        rec.spare = []
+        self.restore.let_go(rec)
+        return self._resume_shorter(rec)
 
     def _keep_below(self, parked: Parked) -> None:
         """Only pages that have come down are kept: a pause is there to free the device."""

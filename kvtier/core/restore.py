@@ -16,6 +16,7 @@ from kvtier.core.copies import CHECKPOINT, CPU, DISK, GPU, TIERS, Copy
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import checkpoint_key
 from kvtier.core.leases import LeaseRecord, LeaseTables, PrefetchRecord
+from kvtier.core.load_costs import ALWAYS, LoadCosts
 from kvtier.core.operations import Move, Operations, TailPools, history_part
 from kvtier.core.ops import Kind, Op, OpKind, Part
 from kvtier.core.residency import Residency
@@ -181,52 +182,67 @@ class Restore:
                     rec.waits.add(copy.writer)
                     origins |= operations.origins(copy.writer)
                 rec.origins.setdefault(n, origins[copy])
+        tail_from_disk = checkpoint is not None and checkpoint.tier == DISK
+        nearer, stages = self._by_stage(rec, missing, last=tail_from_disk)
         restores: list[Op] = []
-        *stages, last = self._by_stage(rec, missing)
-        for stage in stages:
-            op_id = operations.next_id()
-            moves = self._moves(rec, stage, op_id)
-            moves += self._lift_checkpoint(stage[-1], op_id)
-            restores.append(operations.start(op_id, OpKind.RESTORE, moves))
         op_id = operations.next_id()
-        moves = self._moves(rec, last, op_id)
-        if checkpoint is not None:
-            lifted: list[Move] = []
-            if rec.costs is not None:  # a read that hangs must not hold a state slot
-                lifted = self._lift_checkpoint(rec.nodes[-1], op_id)
-            moves += lifted or [self._tail_move(rec, checkpoint)]
-        moves += parked
+        moves = self._moves(rec, nearer, op_id)
+        if checkpoint is not None and not tail_from_disk:
+            moves.append(self._tail_move(rec, checkpoint))
         if parked:
             assert rec.parked is not None
             rec.parked.op_id = op_id
+            moves += parked
+        if moves:
+            restores.append(operations.start(op_id, OpKind.RESTORE, moves))
+        for end, stage in stages:
+            op_id = operations.next_id()
+            moves = self._moves(rec, stage, op_id)
+            if end is not rec.nodes[-1]:
+                moves += self._lift_checkpoint(end, op_id)
+            elif checkpoint is not None:
+                moves += self._tail_from_disk(rec, checkpoint, op_id)
+            if moves:
+                restores.append(operations.start(op_id, OpKind.RESTORE, moves))
         ops: list[Op] = []
         if self.geometry.has_tails and checkpoint is None and clear:
             assert rec.tail is not None
             part = Part(Kind.TAIL, Tier.GPU, (), Tier.GPU, rec.tail.frames(range(0)))
             ops.append(operations.in_order(OpKind.CLEAR, part))
-        if moves:
-            restores.append(operations.start(op_id, OpKind.RESTORE, moves))
         rec.waits.update(op.id for op in restores)
         ops += restores
         if not rec.waits and rec.parked is None:
             ops += self.settle(rec)
         return ops
 
-    def _by_stage(self, rec: LeaseRecord, missing: list[Node]) -> list[list[Node]]:
-        """The pages of each RESTORE, the last of which also brings the tail (from the disk to the
-        host only: planning again takes it from there): all in one, unless the lease may have to
-        settle for what the first ones have brought."""
-        if rec.costs is None:
-            return [missing]
-        res = self.residency
-        ends = [rec.nodes[n - 1].depth for n in rec.stages if n < len(rec.nodes)]
-        groups: dict[tuple[bool, int], list[Node]] = {}
+    def _by_stage(
+        self, rec: LeaseRecord, missing: list[Node], *, last: bool
+    ) -> tuple[list[Node], list[tuple[Node, list[Node]]]]:
+        """Pages that come from nearer than the disk, and those of each RESTORE from there with the
+        page where it ends: all in one, unless the lease may have to settle for what the first ones
+        have brought.  None waits for the disk for what is nearer.  ``last``: the last page's
+        checkpoint comes from the disk."""
+        nearer = [n for n in missing if (c := n.copies[CPU]) is not None and c.ready]
+        if len(nearer) == len(missing) and not last:
+            return missing, []
+        places = rec.stages if rec.costs is not None else []
+        ends = [rec.nodes[n - 1] for n in places if n < len(rec.nodes)]
+        depths = [n.depth for n in ends]
+        stages: list[tuple[Node, list[Node]]] = [(end, []) for end in (*ends, rec.nodes[-1])]
+        there = set(nearer)
         for n in missing:
-            source = res.best(n)
-            on_disk = source is not None and source.tier == DISK
-            stage = bisect_left(ends, n.depth) if on_disk else 0
-            groups.setdefault((on_disk, stage), []).append(n)
-        return list(groups.values()) or [[]]
+            if n not in there:
+                stages[bisect_left(depths, n.depth)][1].append(n)
+        return nearer, stages
+
+    def _tail_from_disk(self, rec: LeaseRecord, checkpoint: Copy, op_id: int) -> list[Move]:
+        """To the host only, where there is room: planning again takes it from there, and a read
+        that hangs does not hold the lease's tail."""
+        coming = rec.nodes[-1].copies[CPU + CHECKPOINT]
+        if coming is not None:
+            rec.waits.add(coming.writer)
+            return []
+        return self._lift_checkpoint(rec.nodes[-1], op_id) or [self._tail_move(rec, checkpoint)]
 
     def _moves(self, rec: LeaseRecord, missing: Sequence[Node], op_id: int) -> list[Move]:
         """Pages of a lease that are not on the device, up to there."""
@@ -344,21 +360,19 @@ class Restore:
             rec.give_up = False
         return self.stand_anew(rec, path)
 
-    def settle_early(self, rec: LeaseRecord) -> list[Op]:
-        """Stop waiting for the disk: stand on what is nearer and compute the rest.  What is on its
-        way still arrives, for whoever comes next; until then it keeps its frames.  Does nothing
-        for a lease that waits for nothing of the disk, or while there is no other tail for it."""
-        if rec.costs is None or not rec.waits:
-            return []
-        pages, path = self.at_hand(rec), rec.nodes
-        if pages == len(path):
-            return []
+    def give_up_disk(self, rec: LeaseRecord) -> bool:
+        """Have a lease plan for what is nearer than the disk, and whether it may: not if it waits
+        for nothing of the disk, nor while there is no other tail for it."""
+        awaited = (part for i in rec.waits for part in self.operations.running[i].op.parts)
+        if not any(part.source is Tier.DISK for part in awaited):
+            return False
         if rec.tail is not None and rec.tail.ops and not self.tails.states.free:
-            return []
-        rec.costs = rec.costs.without_disk()
+            return False
+        pages, known = self.at_hand(rec), len(rec.nodes)
+        rec.costs = (rec.costs or LoadCosts(ALWAYS)).without_disk()
         rec.limit = min(rec.limit, pages)
-        rec.recomputed += len(path) - pages
-        return self.stand_anew(rec, path)
+        rec.recomputed += known - pages
+        return True
 
     def stand_anew(self, rec: LeaseRecord, path: Sequence[Node]) -> list[Op]:
         """Have a lease that holds ``path``, or more, let go of all and stand on what of it there

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
+from math import inf
 from operator import countOf
 
 import torch
@@ -103,6 +104,8 @@ class DeviceTransfer:
         self._causes: set[tuple[OpKind, str]] = set()
         self._to_write: deque[tuple[Job, Sequence[Record]]] = deque()
         """In the order of ``start``, a task of the writing thread for each."""
+        self._heard: dict[int, float] = {}
+        """RESTOREs under way, by number, and when they last got something from the store."""
         self._open_ops = 0
         self._closing = False
         self._stopped = False
@@ -214,6 +217,9 @@ class DeviceTransfer:
             self._sealing.submit(lambda _: self._start_write(job))
         else:
             self._change_device(job)
+
+    def heard_of(self, op_id: int) -> float:
+        return self._heard.get(op_id, -inf)
 
     def close(self) -> None:
         """Finish what was started, then stop all threads.  Idempotent.
@@ -341,6 +347,7 @@ class DeviceTransfer:
             with self._guard(job, start):
                 self._await_readers(batch)
                 places, good = reader.read(batch)
+                self._heard[job.op.id] = time.monotonic()
                 if good < len(batch):
                     job.cut(start + good)
                     self._say(job.op, start + good, "missing or damaged record")
@@ -464,6 +471,7 @@ class DeviceTransfer:
             )
 
     def _op_ended(self, job: Job) -> None:
+        self._heard.pop(job.op.id, None)
         if job.staged:
             self._staging.dismiss(job.staged)
         with self._lock:

@@ -14,6 +14,7 @@ four together about 40 s on a quiet core), with the dev profile 150 of 30, with 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 from typing import Any
 
@@ -342,31 +343,43 @@ class CoreMachine(FakeServer, RuleBasedStateMachine):
         for _ in range(times):
             self.reopen_known(data, more, early, costs=costs)
 
-    def settle_early(self, rec: LeaseRecord) -> None:
-        hand, length = self.core.at_hand(rec), len(rec.nodes) * self.geometry.page_tokens
-        waits, weighed = set(rec.waits), rec.costs is not None
-        self.run(self.core.settle_early(rec))
-        if not weighed or not waits or hand == length:
+    def disk_reads(self, waits: Iterable[int]) -> list[int]:
+        running = self.core.operations.running
+        return [i for i in waits if any(p.source is Tier.DISK for p in running[i].op.parts)]
+
+    def settle_early(self, rec: LeaseRecord, *, hung: bool = False) -> None:
+        hand, waits, reads = self.core.at_hand(rec), set(rec.waits), self.disk_reads(rec.waits)
+        faults = self.core.stats().tiers[Tier.DISK].faults
+        self.run(self.core.settle_early(rec, hung=hung))
+        settles = bool(reads) and rec.waits != waits
+        assert self.core.stats().tiers[Tier.DISK].faults == faults + (hung and settles)
+        if not reads:
             assert rec.waits == waits, "it waits for nothing of the disk"
-            return
-        if rec.waits and rec.waits == waits:
+        elif not settles:
             assert not self.core.tails.states.free
             REACHED["could not settle early"] += 1
-            return
-        disk = [
-            i
-            for i in rec.waits
-            if any(p.source is Tier.DISK for p in self.core.operations.running[i].op.parts)
-        ]
-        assert not disk, "it was to wait for the disk no longer"
-        assert rec.state is LeaseState.RESTORING or rec.length <= hand
-        REACHED["settled early"] += 1
-        REACHED["settled early on something"] += hand > 0
+        else:
+            assert not self.disk_reads(rec.waits), "it was to wait for the disk no longer"
+            assert rec.state is LeaseState.RESTORING or rec.length <= hand
+            REACHED["settled early"] += 1
+            REACHED["settled early on something"] += hand > 0
 
-    @precondition(lambda self: any(r.costs is not None for r in self.core.leases.values()))
+    @precondition(
+        lambda self: any(r.state is LeaseState.RESTORING for r in self.core.leases.values())
+    )
+    @rule(data=st.data(), hung=st.booleans())
+    def settle_some_early(self, data: Any, hung: bool) -> None:
+        self.settle_early(self.pick(data, LeaseState.RESTORING), hung=hung)
+
+    @precondition(lambda self: self.core.prefetches)
     @rule(data=st.data())
-    def settle_some_early(self, data: Any) -> None:
-        self.settle_early(self.pick(data, LeaseState.RESTORING))
+    def end_a_prefetch(self, data: Any) -> None:
+        """The disk hangs: what has come is what there is."""
+        prefetch = data.draw(st.sampled_from(list(self.core.prefetches.values())))
+        self.run(self.core.settle_early(prefetch, hung=True))
+        assert prefetch.done
+        assert not prefetch.nodes
+        REACHED["prefetch ended early"] += 1
 
     @precondition(lambda self: self.ever and self.geometry.disk_frames)
     @rule(
@@ -836,8 +849,9 @@ EVERYWHERE = (
     "restoring with a reserve", "restarted with pages on disk", "found after a restart",
     "corrupted", "replayed", "expired", "pinned a checkpoint", "found bad by two",
     "tail lost to a failed step", "dearer to load than to compute", "restore in stages",
-    "settled early", "settled early on something", "drafted", "speculative step failed",
-    "all drafts accepted", "no draft accepted", "rejected across a page end",
+    "settled early", "settled early on something", "prefetch ended early", "drafted",
+    "speculative step failed", "all drafts accepted", "no draft accepted",
+    "rejected across a page end",
     "rejected from a page end on", "rejected across a window page", "captured what was rejected",
     "fork after rejection", "pause after rejection", "truncate after rejection",
     "give back after rejection", "evict after rejection", "overrun after rejection",

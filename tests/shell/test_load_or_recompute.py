@@ -51,6 +51,7 @@ class World:
         self.speed = speed
         self.layout = layout
         self.transfer = ManualTransfer()
+        self.transfer.heard_of = self.heard_of  # type: ignore[attr-defined]
         self.disk_done: dict[int, float] = {}
         self.disk_free = self.host_free = 0.0
         self.cache = kvtier.Cache(
@@ -75,6 +76,9 @@ class World:
 
     def stop(self) -> None:
         self.alarm = inf
+
+    def heard_of(self, op_id: int) -> float:
+        return self.now if self.speed(self.now) > 0 else -inf
 
     # What happens
 
@@ -480,6 +484,146 @@ def test_a_policy_must_be_one() -> None:
         kvtier.CacheConfig(gpu_bytes=1, restore="wait")  # type: ignore[arg-type]
     with world() as w, pytest.raises(kvtier.ConfigError, match="restore"):
         w.cache.lease([1], restore="wait")  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------- a disk that hangs
+
+STALL = 30.0
+"""As ``CacheConfig.disk_stall_s`` has it, if nobody says otherwise."""
+
+
+def known_on_disk(w: World, tokens: list[int]) -> None:
+    """And nowhere else; then the disk hangs."""
+    w.request(tokens, RestorePolicy())
+    w.to_disk_only()
+    w.now += 100
+    w.speed = lambda now: 0.0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_lease_waits_for_a_hanging_disk_only_so_long(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a word about how long: a miss, a counter, and one line for all of them."""
+    tokens = prompt_of(12)
+    with world(LAYOUTS[name], lambda now: 100 * PAGES_PER_S) as w:
+        known_on_disk(w, tokens)
+        start, faults = w.now, w.cache.stats().tiers[Tier.DISK].faults
+        leases = [w.cache.lease(tokens) for _ in range(4)]  # all there can be
+        assert [w.ready(lease) for lease in leases] == [0] * 4
+        assert w.now - start == pytest.approx(STALL, abs=0.5)
+        stats = w.cache.stats()
+        assert stats.tiers[Tier.DISK].faults == faults + 4
+        assert stats.recomputed_tokens == 4 * 12 * PAGE
+        for lease in leases:
+            w.compute(lease, tokens)
+            w.cache.check()
+            lease.release()
+    assert caplog.text.count("the disk has brought nothing for 30 s") == 1
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_nearer_than_a_hanging_disk_is_not_lost(name: str) -> None:
+    tokens = prompt_of(12)
+    with world(LAYOUTS[name], lambda now: 100 * PAGES_PER_S) as w:
+        w.request(tokens[: 6 * PAGE + 1], RestorePolicy())
+        w.pass_time(w.now)
+        known_on_disk(w, tokens)
+        w.speed = lambda now: 100 * PAGES_PER_S
+        w.request(tokens[: 6 * PAGE + 1], RestorePolicy())  # is on the host now, and further on not
+        w.cache.evict(Tier.GPU, 1 << 20)
+        w.pass_time(w.now)
+        w.speed = lambda now: 0.0
+        with w.cache.lease(tokens) as lease:
+            assert w.ready(lease) == 6 * PAGE
+            assert lease.restored[Tier.CPU] == 6 * PAGE
+            w.compute(lease, tokens)
+            w.cache.check()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_new_leases_ask_nothing_of_a_disk_that_hangs(name: str) -> None:
+    """It would take the device page by page otherwise.  Now and then one page is asked for, and
+    once it moves again so does everything."""
+    prompts = [prompt_of(12, seed) for seed in range(12)]
+    with world(LAYOUTS[name], lambda now: 100 * PAGES_PER_S) as w:
+        for tokens in prompts:
+            w.request(tokens, RestorePolicy())
+        known_on_disk(w, prompts[0])
+        with w.cache.lease(prompts[0]) as lease:
+            w.ready(lease)
+        for tokens in prompts:
+            start = w.now
+            with w.cache.lease(tokens) as lease:
+                assert w.ready(lease) == 0
+                assert w.now == start
+            w.now += 2
+        flying = w.cache.stats().tiers
+        assert 0 < flying[Tier.GPU].in_flight <= 12
+        assert flying[Tier.CPU].in_flight <= 12 + 6
+        w.speed = lambda now: 100 * PAGES_PER_S
+        for op in list(w.transfer.pending):
+            w.disk_done.pop(op.id, None)
+        w.disk_free = w.now
+        w.idle()
+        w.to_disk_only()
+        assert w.request(prompts[1], RestorePolicy())[0] == 12 * PAGE
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_prefetch_ends_where_the_disk_hangs(name: str) -> None:
+    tokens = prompt_of(12)
+    with world(LAYOUTS[name], lambda now: 100 * PAGES_PER_S) as w:
+        known_on_disk(w, tokens)
+        start = w.now
+        found = w.cache.prefetch(tokens)
+        while not found.done():
+            w.pass_time(w.next_event())
+        assert found.result() == 0
+        assert w.now - start == pytest.approx(STALL, abs=0.5)
+        assert w.cache.stats().tiers[Tier.DISK].faults == 1
+        w.cache.check()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_paused_lease_comes_back_without_the_disk(name: str) -> None:
+    tokens = prompt_of(12)
+    with world(LAYOUTS[name], lambda now: 100 * PAGES_PER_S) as w:
+        lease = w.cache.lease(tokens)
+        w.compute(lease, tokens)
+        lease.pause()
+        w.pass_time(w.now + 1)
+        assert lease.state is kvtier.LeaseState.PAUSED
+        w.to_disk_only()
+        w.speed = lambda now: 0.0
+        lease.resume()
+        assert lease.state is kvtier.LeaseState.RESTORING, "nothing of it was on the disk"
+        assert w.ready(lease) == 0
+        w.compute(lease, tokens)
+        w.cache.check()
+        lease.release()
+
+
+def test_a_disk_that_is_only_slow_is_waited_for() -> None:
+    """Where it is known that it moves; and one operation behind another has its turn."""
+    prompts = [prompt_of(40, seed) for seed in range(3)]
+    with world(speed=lambda now: 1.0) as w:
+        for tokens in prompts:
+            w.request(tokens, RestorePolicy())
+        w.to_disk_only()
+        start = w.now
+        leases = [w.cache.lease(tokens) for tokens in prompts]
+        assert [w.ready(lease) for lease in leases] == [40 * PAGE] * 3
+        assert w.now - start == pytest.approx(120, abs=1)
+        for lease in leases:
+            lease.release()
+        assert w.cache.stats().tiers[Tier.DISK].faults == 0
+
+
+@pytest.mark.parametrize("stall", [0, -1.0, True, "30", float("nan")])
+def test_a_stall_that_cannot_be_is_refused(stall: Any) -> None:
+    with pytest.raises(kvtier.ConfigError, match="disk_stall_s"):
+        kvtier.CacheConfig(gpu_bytes=1, disk_stall_s=stall)
 
 
 # --------------------------------------------------------------------------- real threads

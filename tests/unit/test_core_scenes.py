@@ -972,6 +972,7 @@ def test_a_page_stays_known_while_its_checkpoint_is_read_from_disk() -> None:
         made.sound()
     assert made.core.residency.tree.num_nodes == 1
     made.drain()
+    made.run(made.core.evict(Tier.CPU, 9)[1])  # where the checkpoint has come
     assert made.core.residency.tree.num_nodes == 0
     made.sound()
 
