@@ -440,8 +440,8 @@ def workspace_rows(
 
     Counts all scratch that a row costs.  ``fused`` kernels need none but the row itself, and an
     eighth of the bytes is left to other kernels.  The others join keys with their rope part, copy
-    to float32 where rows are narrower, and hold scores and weights of a tile of queries.  Raises
-    ConfigError where not even one page fits.
+    to float32 where rows are narrower, and hold scores, weights and masks of a tile of queries.
+    Raises ConfigError where not even one page fits.
     """
     row = row_bytes(dims, element_bytes)
     if fused:
@@ -449,7 +449,7 @@ def workspace_rows(
     else:
         keys, values = dims.heads * (dims.nope + dims.rope), dims.heads * dims.value
         row += element_bytes * (keys + values)
-        row += QUERY_TILE * dims.heads * 2 * max(element_bytes, 4)
+        row += QUERY_TILE * (dims.heads * 2 * max(element_bytes, 4) + 5)
         if element_bytes < 4:
             row += 4 * (keys + values)
     size = parse_bytes(workspace_bytes, "workspace_bytes")

@@ -108,7 +108,7 @@ def test_context_longer_than_the_workspace() -> None:
     """AT-2.6 in little: 45 rows of context in parts of 4."""
     model = tiny_model("v3")
     cache = cache_for(model)
-    with attach(model, cache, workspace_bytes=20_000, max_absorbed=0) as adapter:
+    with attach(model, cache, workspace_bytes=22_000, max_absorbed=0) as adapter:
         assert adapter.max_rows == PAGE
         assert worst_error(adapter, cache, two_streams()) <= LOGITS
         assert "mla_materialised_whole" not in adapter.report.backends

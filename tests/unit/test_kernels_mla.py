@@ -207,6 +207,7 @@ class TestWorkspaceRows:
         gathered, projected, keys, values = 576, 128 * 256, 128 * 192, 128 * 128
         row = width * (gathered + projected + keys + values)
         row += 2 * 128 * 128 * 4  # scores and weights of 128 queries, float32
+        row += 128 * 5  # and their mask, twice
         if width < 4:
             row += 4 * (keys + values)  # widened for the arithmetic
         assert workspace_rows(row * 64 * 3, self.dims, width, 64) == 64 * 3

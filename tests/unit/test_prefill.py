@@ -3,6 +3,7 @@ float64, by the reference and by triton (in its interpreter without a GPU)."""
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier import ConfigError
 from kvtier.kernels import (
+    Case,
     HeadDims,
     PagedBatch,
     PrefillPlan,
@@ -20,10 +23,14 @@ from kvtier.kernels import (
     materialised_sdpa,
     plan_chunks,
     prefill,
+    row_bytes,
+    select,
+    workspace_rows,
 )
 from kvtier.kernels.pack import has_triton
 from kvtier.kernels.prefill import ENDS, GOES_ON, Chunk, Results, Tile
 from tests.unit.mla_cases import DIMS, MlaCase
+from tests.unit.test_kernels_mla import Live
 
 GPU = torch.cuda.is_available()
 PAGE, W = 4, 8
@@ -284,6 +291,21 @@ class TestChunks:
         check(case, out, lse)
 
     @backends
+    @pytest.mark.parametrize("rows", [128, 320])
+    def test_keys_before_a_tile_and_among_it(
+        self, kernel: Callable[..., Any], device: str, rows: int
+    ) -> None:
+        """Contexts on both sides of what a kernel takes at a time, 64: whole blocks of keys that
+        every query sees, and blocks that some see in part; also spans that begin in mid-sequence.
+        """
+        dims = HeadDims(heads=1, latent=8, rope=4, nope=6, value=5)
+        lengths = [(3, 66), (3, 67), (3, 68), (70, 134), (2, 193), (20, 212)]
+        case = MlaCase(lengths, dims=dims, page=16, device=device)
+        out, lse = case.run("materialised", max_rows=rows, kernel=kernel)
+        assert lse is not None
+        check(case, out, lse)
+
+    @backends
     @pytest.mark.parametrize("order", ["reversed", "shared"])
     def test_page_tables(self, kernel: Callable[..., Any], device: str, order: str) -> None:
         """AT-2.7: pages in any order, or in two tables; rows behind the last are NaN."""
@@ -363,6 +385,81 @@ class TestChunks:
         assert case.projected == [8, 7, 3]
         with pytest.raises(ValueError, match="8 rows, a workspace of 4"):
             materialised_sdpa(*args, **options, workspace=case.workspace(4))
+
+
+class TestBytes:
+    dims = HeadDims(heads=16, latent=64, rope=8, nope=8, value=8)
+
+    @pytest.mark.parametrize("kernel", [materialised, materialised_sdpa])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_scratch_and_workspace_stay_within_their_bytes(
+        self, kernel: Callable[..., Any], dtype: torch.dtype
+    ) -> None:
+        """Whatever the context; results, also those kept from chunk to chunk, do not count."""
+        budget = 3 << 20
+        rows = workspace_rows(budget, self.dims, dtype.itemsize, 16)
+        assert rows % 16 == 0
+        length = 3 * rows if kernel is materialised else rows
+        case = MlaCase([(140, length), (3, 40)], dims=self.dims, dtype=dtype, page=16)
+        args = (case.query, case.rows, case.batch)
+        weight = case.weight.flatten(0, 1).t()
+        with Live() as live:
+            space = Workspace.allocate(rows, self.dims, dtype, "cpu")
+            found = kernel(
+                *(*args, lambda latent, out: torch.mm(latent, weight, out=out.flatten(1))),
+                dims=self.dims,
+                scale=case.scale,
+                workspace=space,
+            )
+        results = found if isinstance(found, tuple) else (found,)
+        kept = 140 * 16 * 9 * 4 if kernel is materialised else 0
+        peak = live.peak - sum(t.nbytes for t in results) - kept
+        # torch's own attention takes less in float32 than is set aside for it.
+        assert budget / 4 < peak <= budget
+
+    def test_kernels_without_scratch_get_seven_eighths(self) -> None:
+        released = HeadDims(heads=128, latent=512, rope=64, nope=128, value=128)
+        assert row_bytes(released, 2) == 66_688
+        rows = workspace_rows("512MiB", released, 2, 64, fused=True)
+        assert rows == 7040
+        assert rows * 66_688 <= (512 << 20) * 7 / 8 < (rows + 64) * 66_688
+        assert workspace_rows("512MiB", released, 2, 64) < rows
+        with pytest.raises(ConfigError) as caught:
+            workspace_rows(1, released, 2, 64, fused=True)
+        least = int(str(caught.value).rsplit(" ", 1)[1])
+        assert workspace_rows(least, released, 2, 64, fused=True) == 64
+
+    def test_more_rows_than_are_of_use_are_not_taken(self) -> None:
+        assert workspace_rows("1GiB", DIMS, 4, 64, fused=True) == 65536
+        assert workspace_rows("1GiB", DIMS, 4, 1000, fused=True) == 65000
+
+    def test_what_is_left(self) -> None:
+        space = Workspace.allocate(8, DIMS, torch.float32, "cpu")
+        assert space.nbytes == 8 * row_bytes(DIMS, 4) == 8 * 4 * (20 + 3 * 14)
+        assert space.beside(5000) == 5000 - space.nbytes
+        assert space.beside("1KiB") == 0
+
+
+class TestTable:
+    """AT-4.3"""
+
+    case = Case("mla_materialised", "dense", (192, 128), torch.bfloat16, "cuda")
+
+    @pytest.mark.parametrize("record", ["dense", "mla_fp8"])
+    def test_what_was_not_measured_is_taken_by_name_only(self, record: str) -> None:
+        case = replace(self.case, record=record)
+        assert GPU or select(case).backend == "torch"
+        assert select(case, backend="triton").backend == "triton"
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"dims": (256, 128)}, {"dims": (192, 192)}, {"dtype": torch.float32}, {"device": "cpu"}],
+    )
+    def test_never_the_closest_kernel(self, change: dict[str, Any]) -> None:
+        case = replace(self.case, **change)
+        assert select(case).backend == "torch"
+        with pytest.raises(ConfigError, match="does not list"):
+            select(case, backend="triton")
 
 
 def meets(backend: Callable[..., Any]) -> Callable[..., None]:
