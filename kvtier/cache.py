@@ -408,12 +408,22 @@ class Cache:
         return prometheus_text(stats, info=info, events_dropped=dropped)
 
     def explain(
-        self, tokens: Tokens, *, identity: Identity = ANONYMOUS, spans: Sequence[Span] = ()
+        self,
+        tokens: Tokens,
+        *,
+        identity: Identity = ANONYMOUS,
+        spans: Sequence[Span] = (),
+        restore: RestorePolicy | None = None,
     ) -> list[PageReport]:
-        """For each page of these tokens: the tiers that have it, or why it is not a hit."""
+        """For each page of these tokens: the tiers that have it, or why it is not a hit; and what
+        a lease with this policy (None: that of the configuration) would do now, by the speeds
+        measured lately.  Reads only."""
         packed, placed = check_prompt(tokens, identity, spans)
+        policy = self._config.restore if restore is None else restore
+        check_type("restore", policy, RestorePolicy)
         with self._pump as core:
-            return core.explain(packed, identity, placed)
+            costs = self._costs(policy) or self._pump.deadlines.costs(ALWAYS)
+            return core.explain(packed, identity, placed, costs=costs)
 
     def events(self) -> Iterator[tuple[str, bytes, Tier]]:
         """What happened since the last call: ("stored" | "removed", page key, tier), in order.

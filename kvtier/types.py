@@ -151,7 +151,14 @@ class PageReport:
         "other_identity",
         "last_token",
         "in_span",
+        "recomputed",
     ]
+    """"recomputed": known, but a lease opened now would rather compute it than wait."""
+    load_s: float | None = None
+    """Seconds until a lease opened now would stand at this page's end, by the speeds measured;
+    infinity: it asks nothing of the disk; None: it cannot stand there."""
+    compute_s: float | None = None
+    """Seconds to compute the prompt up to there; None: nobody said how fast that is."""
 
 
 @dataclass(frozen=True, slots=True)

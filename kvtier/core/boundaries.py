@@ -20,9 +20,13 @@ def inside_span(position: int, spans: Sequence[Span]) -> bool:
 
 
 def boundaries(
-    operations: Operations, path: Sequence[Node], spans: Sequence[Span]
+    operations: Operations,
+    path: Sequence[Node],
+    spans: Sequence[Span],
+    below: Sequence[bool] = (),
 ) -> list[Boundary]:
-    """All of them, ascending.  Every page of the path is READY in some tier (I9)."""
+    """All of them, ascending.  Every page of the path is READY in some tier (I9).  ``below``: of
+    each page behind it that is on disk only, whether its checkpoint is there too."""
     res = operations.residency
     page, tails = res.geometry.page_tokens, res.geometry.has_tails
     out: list[Boundary] = []
@@ -49,6 +53,14 @@ def boundaries(
             if checkpoint.tier != GPU:
                 on_disk = checkpoint.tier == DISK
                 at = _with_checkpoint(at, res.geometry.checkpoint_frames, on_disk=on_disk)
+        out.append(at)
+    for depth, checkpointed in enumerate(below, start=len(path) + 1):
+        frames[DISK] += 1
+        if (spans and inside_span(depth * page, spans)) or (tails and not checkpointed):
+            continue
+        at = Boundary(depth, seen[CPU], True, frames[CPU], frames[DISK])
+        if tails:
+            at = _with_checkpoint(at, res.geometry.checkpoint_frames, on_disk=True)
         out.append(at)
     return out
 

@@ -466,10 +466,16 @@ class CacheCore:
         return [(disk.key(r), int(disk.tick[r])) for r in sorted(touched)]
 
     def explain(
-        self, tokens: TokenBuffer, identity: Identity = ANONYMOUS, spans: Sequence[Span] = ()
+        self,
+        tokens: TokenBuffer,
+        identity: Identity = ANONYMOUS,
+        spans: Sequence[Span] = (),
+        *,
+        costs: LoadCosts | None = None,
     ) -> list[PageReport]:
-        """Page by page: where it is, or why it is not a hit."""
-        return report.explain(self, tokens, identity, spans)
+        """Page by page: where it is, or why it is not a hit; with ``costs`` also what a lease that
+        weighs them would do."""
+        return report.explain(self, tokens, identity, spans, costs)
 
     def stats(self) -> CacheStats:
         """A consistent snapshot of the core's counters."""

@@ -2,12 +2,14 @@
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtier.core.boundaries import inside_span
+from kvtier.core.boundaries import boundaries, inside_span
 from kvtier.core.copies import CHECKPOINT, DISK, GPU, TIERS, Copy
 from kvtier.core.keys import check_spans, checkpoint_key, page_extras, page_key
 from kvtier.core.leases import LeaseRecord
+from kvtier.core.load_costs import ALWAYS, LoadCosts, stages
 from kvtier.core.ops import OpKind
 from kvtier.core.tree import Node
 from kvtier.tokens import TokenBuffer
@@ -35,9 +37,14 @@ def tiers_of(node: Node, kind: int = 0) -> frozenset[Tier]:
 
 
 def explain(
-    core: "CacheCore", tokens: TokenBuffer, identity: Identity, spans: Sequence[Span]
+    core: "CacheCore",
+    tokens: TokenBuffer,
+    identity: Identity,
+    spans: Sequence[Span],
+    costs: LoadCosts | None = None,
 ) -> list[PageReport]:
-    """Page by page: where it is, or why it is not a hit."""
+    """Page by page: where it is, or why it is not a hit; with ``costs`` also what a lease that
+    weighs them would do."""
     page, res = core.geometry.page_tokens, core.residency
     spans = check_spans(spans, len(tokens)) if spans else ()
     extras = page_extras(spans, page) if spans else {}
@@ -78,7 +85,32 @@ def explain(
         else:
             reason = "never_seen"
         out.append(PageReport(i * page, here, tails, reason))  # type: ignore[arg-type]
-    return out
+    return out if costs is None else _weighed(core, out, nodes, len(tokens), spans, costs)
+
+
+def _weighed(
+    core: "CacheCore",
+    out: Sequence[PageReport],
+    nodes: Sequence[Node],
+    tokens: int,
+    spans: Sequence[Span],
+    costs: LoadCosts,
+) -> list[PageReport]:
+    """The same with what each page would take to load, and those that are not worth it."""
+    page, tails = core.geometry.page_tokens, core.geometry.has_tails
+    limit = max(0, tokens - 1) // page
+    known = next((i for i, each in enumerate(out) if not each.tiers), len(out))
+    path = nodes[: min(limit, known)]
+    below = [bool(each.checkpoint_tiers) for each in out[len(path) : min(limit, known)]]
+    places = boundaries(core.operations, path, spans, below)
+    loads = {at.pages: costs.load_s(at) for at in places}
+    worth = max(stages(places, tokens, page, costs, even=not tails), default=0)
+    weighed: list[PageReport] = []
+    for number, each in enumerate(out, start=1):
+        reason = "recomputed" if each.reason == "hit" and number > worth else each.reason
+        compute_s = None if costs.compute_s == ALWAYS else number * page * costs.compute_s
+        weighed.append(replace(each, reason=reason, load_s=loads.get(number), compute_s=compute_s))
+    return weighed
 
 
 def _elsewhere(

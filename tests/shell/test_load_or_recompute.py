@@ -486,6 +486,61 @@ def test_a_policy_must_be_one() -> None:
         w.cache.lease([1], restore="wait")  # type: ignore[arg-type]
 
 
+# --------------------------------------------------------------------------- explained
+
+
+def reasons(said: list[kvtier.PageReport]) -> set[str]:
+    """Of pages where a lease could stand."""
+    return {page.reason for page in said} - {"no_checkpoint"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("times", [0.2, 0.8, 2, 6, 30])
+def test_explain_says_what_a_lease_would_do(name: str, times: float) -> None:
+    tokens = prompt_of(PAGES)
+    with world(LAYOUTS[name], lambda now: times * PAGES_PER_S) as w:
+        for _ in range(3):
+            w.request(tokens, WEIGHED)
+            w.idle()
+            w.to_disk_only()
+            w.now += 2
+        state = w.cache._core.digest()
+        said = w.cache.explain(tokens, restore=WEIGHED)
+        assert w.cache._core.digest() == state
+        hits = [i for i, page in enumerate(said, start=1) if page.reason == "hit"]
+        start = w.now
+        with w.cache.lease(tokens, restore=WEIGHED) as lease:
+            assert max(hits, default=0) == len(lease._record.nodes)
+            assert reasons(said[max(hits, default=0) :]) <= {"recomputed"}
+            assert said[9].compute_s == pytest.approx(10 * PAGE / RATE)
+            load_s = [page.load_s for page in said if page.load_s is not None]
+            assert load_s == sorted(load_s)
+            assert load_s[-1] == pytest.approx(PAGES / (times * PAGES_PER_S), rel=0.3)
+            if hits:
+                w.ready(lease)
+                took = said[hits[-1] - 1].load_s
+                assert took == pytest.approx(w.now - start, rel=0.3, abs=0.01)
+        assert bool(hits) == (times >= (2 if name == "dense" else 6))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_explain_without_a_rate_and_on_best_effort(name: str) -> None:
+    tokens = prompt_of(12)
+    with world(LAYOUTS[name], lambda now: PAGES_PER_S) as w:
+        known_on_disk(w, tokens)
+        said = w.cache.explain(tokens)
+        assert reasons(said) == {"hit"}
+        assert {page.compute_s for page in said} == {None}
+        assert 0 < min(page.load_s for page in said if page.load_s is not None) < inf
+        said = w.cache.explain(tokens, restore=RestorePolicy("best_effort"))
+        assert reasons(said) == {"recomputed"}
+        assert {page.load_s for page in said if page.reason == "recomputed"} == {inf}
+        assert {(p.reason, p.load_s) for p in w.cache.explain([5] * 9)} == {("never_seen", None)}
+        with w.cache.lease(tokens) as lease:
+            w.ready(lease)
+        assert reasons(w.cache.explain(tokens)) == {"recomputed"}, "it hangs"
+
+
 # --------------------------------------------------------------------------- a disk that hangs
 
 STALL = 30.0
