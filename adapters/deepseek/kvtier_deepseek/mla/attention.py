@@ -142,7 +142,9 @@ class MlaAttention(Projections):
         rows: Tensor,
     ) -> Tensor:
         """(n, heads, value), by the kernel of whichever operation fits the batch."""
-        whole = max(batch.kv_lens, default=0) <= self.workspace.rows
+        # torch's own attention is ahead of the reference only, and takes whole sequences only.
+        fits = max(batch.kv_lens, default=0) <= self.workspace.rows
+        whole = fits and self.kernels["mla_materialised"].backend == "torch"
         options: dict[str, Any] = {"dims": self.dims, "scale": self.scale}
         with self.workspace.taken() as options["workspace"]:
             args = (query, rows, batch, self.project_up)
