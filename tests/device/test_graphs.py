@@ -390,7 +390,7 @@ def test_nothing_is_asked_in_a_decode_step(kind: str, monkeypatch: pytest.Monkey
             for _ in range(2):  # the page's last token, and the next one's first
                 with cache.step([(lease, [7])]) as step:
                     before = [s.clone() for s in held(cache)]
-                    device = graph._load(step)
+                    device = graph.load(step)
                     with NothingIsAsked():
                         logits = adapter._run(step, device, graph._bound)
                     adapter._family.capture(step, device)

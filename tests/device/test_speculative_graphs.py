@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kvtier import Cache, ConfigError
+from kvtier import Cache, ConfigError, Step
 from kvtier_deepseek import NGram, Request, attach, generate, layout_for, verify
 from tests.adapter.models import random_tokens, tiny_model
 from tests.adapter.v4_models import v4_model
@@ -129,6 +129,32 @@ def test_text_without_a_gpu_speculative() -> None:
     text(model, "v3", 16)
 
 
+@pytest.mark.parametrize("replayed", [True, False])
+def test_a_verify_step_is_uploaded_once_speculative(
+    replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt, uploads = tiny_model("v3"), random_tokens(23, 1), []
+    to_device = Step.to_device
+
+    def noted(step: Step, *args: Any, **options: Any) -> Any:
+        uploads.append(step)
+        return to_device(step, *args, **options)
+
+    with open_cache("v3", model) as cache, attach(model, cache) as adapter:
+        graph = adapter.capture_decode(batch=ROWS, pages=PAGES, queries=QUERIES)
+        with cache.lease(prompt) as lease:
+            with cache.step([(lease, prompt)]) as step:
+                first = int(adapter(step)[0].argmax())
+            request = Request(lease, [*prompt, first], len(prompt) + 20)
+            monkeypatch.setattr(Step, "to_device", noted)
+            for count in (1, 2, 3):
+                verify(
+                    adapter, cache, [request], NGram(), max_draft=QUERIES - 1,
+                    graph=graph if replayed else None,
+                )  # fmt: skip
+                assert len(uploads) == count
+
+
 def text(model: Any, kind: str, new: int) -> None:
     prompts = [random_tokens(n, 3 + n) for n in (5, 60, 23)]
     with open_cache(kind, model) as cache, attach(model, cache) as adapter:
@@ -169,7 +195,7 @@ def test_nothing_is_asked_in_a_verify_step_speculative(
             for right in (1, QUERIES):
                 with cache.step([(lease, [7, 8, 9, 10])]) as step:
                     before = [s.clone() for s in held(cache)]
-                    device = graph._load(step)
+                    device = graph.load(step)
                     assert device.input_ids.shape == (2 * QUERIES,)
                     with NothingIsAsked():
                         logits = adapter._run(step, device, graph._bound)

@@ -79,15 +79,15 @@ class DecodeGraph:
             if device.input_ids.device.type == "cuda":
                 self._capture(step, device)
 
-    def replay(self, step: "StepLike") -> Tensor:
+    def replay(self, step: "StepLike", device: "DeviceStepLike | None" = None) -> Tensor:
         """Logits (tokens, vocab) of a step of ``queries`` tokens a lease; the next replay
         overwrites them.
 
-        Queued on the current stream without waiting.  Without a GPU the model is run as ever.
-        Raises ConfigError for a step with more leases or pages than were captured or with another
-        number of tokens of a lease, and what ``Adapter.forward`` raises.
+        ``device`` is what ``load`` gave for this step; None: it is loaded now.  Queued on the
+        current stream without waiting.  Without a GPU the model is run as ever.  Raises what
+        ``load`` raises.
         """
-        device = self._load(step)
+        device = self.load(step) if device is None else device
         tokens = len(step.input_ids)
         if self._graph is None:
             taps: dict[str, Tensor] = {}
@@ -103,14 +103,21 @@ class DecodeGraph:
 
     def eager(self, step: "StepLike") -> Tensor:
         """What ``replay`` does, kernel by kernel, without the graph: for comparison."""
-        device = self._load(step)
+        device = self.load(step)
         taps: dict[str, Tensor] = {}
         logits = self._adapter._run(step, device, self._bound, taps=taps)
         self._adapter._family.capture(step, device)
         self._adapter._record(step, device, taps)
         return logits[: len(step.input_ids)]
 
-    def _load(self, step: "StepLike") -> "DeviceStepLike":
+    def load(self, step: "StepLike") -> "DeviceStepLike":
+        """Copy a step's arrays to where the graph reads them, queued on the current stream.
+
+        They come with padding rows, for whoever needs them besides ``replay``; the next step that
+        is loaded overwrites them.  Raises ConfigError for a step with more leases or pages than
+        were captured or with another number of tokens of a lease, and what ``Adapter.forward``
+        raises.
+        """
         self._adapter._check(step)
         if (step.query_lens != self.queries).any():
             wanted = "one token" if self.queries == 1 else f"{self.queries} tokens"

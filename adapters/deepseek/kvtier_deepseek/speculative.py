@@ -145,10 +145,11 @@ def verify(
     guesses = [r.guesses + [r.tokens[-1]] * (fill - len(r.guesses)) for r in requests]
     work = [(r.lease, [r.tokens[-1], *g]) for r, g in zip(requests, guesses, strict=True)]
     with cache.step(work) as step:
-        device = step.to_device()
         if graph is not None:
-            logits = graph.replay(step)
+            device = graph.load(step)
+            logits = graph.replay(step, device)
         else:
+            device = step.to_device()
             logits = adapter.forward(step, all_logits=True, device=device)
         chosen = logits.argmax(-1).tolist()
         taken: list[list[int]] = []
