@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtier import Cache, CacheConfig, ConfigError, KVTierError, Tier
-from kvtier.kernels import PrefillPlan, Workspace
+from kvtier.kernels import Kernel, PrefillPlan, Workspace
+from kvtier.kernels.pack import has_triton
 from kvtier_deepseek import Adapter, attach, layout_for
 from kvtier_deepseek.mla import threshold
 from kvtier_deepseek.mla.attention import QUERIES, _scratch_batch
@@ -153,6 +154,30 @@ def test_mixed_steps_in_two_pages_of_workspace(variant: str) -> None:
                 torch.testing.assert_close(got, want, atol=2 * LOGITS, rtol=0)
                 at += len(new)
         assert adapter.report.backends["mla_materialised"] == "torch"
+
+
+@pytest.mark.skipif(not has_triton() or torch.cuda.is_available(), reason="interprets triton")
+def test_steps_by_the_triton_kernel() -> None:
+    """Which the table lists for a GPU only: here it is put in by hand."""
+    from kvtier.kernels import triton_prefill
+
+    model = tiny_model("v3", num_attention_heads=2, num_key_value_heads=2)
+    streams = [random_tokens(n, seed) for seed, n in ((1, 26), (2, 12))]
+    expected = [full_logits(model, stream) for stream in streams]
+    cache, a, b = cache_for(model), FakeSequence(), FakeSequence()
+    with attach(model, cache, workspace_bytes=TWO_PAGES, max_absorbed=1) as adapter:
+        kernel = Kernel("triton", triton_prefill.materialised)
+        for layer in adapter._family.layers:
+            kernels = {**layer.kernels, "mla_materialised": kernel}
+            object.__setattr__(layer, "kernels", kernels)
+        for new_a, new_b in ((19, 3), (1, 7), (6, 2)):
+            at = a.num_tokens, b.num_tokens
+            work = (streams[0][at[0] : at[0] + new_a], streams[1][at[1] : at[1] + new_b])
+            got = feed(adapter, cache, (a, work[0]), (b, work[1]))
+            assert adapter.report.backends["mla_materialised"] == "triton"
+            for logits, want, begin in zip(got, expected, at, strict=True):
+                there = want[begin : begin + len(logits)]
+                torch.testing.assert_close(logits, there, atol=2 * LOGITS, rtol=0)
 
 
 class Made(TorchDispatchMode):
