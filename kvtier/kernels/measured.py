@@ -2,8 +2,9 @@
 
 The figures ship with the library, one file a device (``measured_h200.json``), and hold on devices
 of that very name.  A file lists cases; of each the sizes that were timed, what each backend took of
-them in microseconds, and the backends whose results were compared with the reference in that run:
-only those are ever picked for being fast.  Knows nothing of kernels but their backends' names.
+them in microseconds, and the backends whose results were compared with the reference in that run
+and were right: only those are picked for being fast, and a backend that was timed and is not among
+them is not picked at all.  Knows nothing of kernels but their backends' names.
 """
 
 import json
@@ -46,7 +47,12 @@ class Figures:
     times: Mapping[Load, Mapping[str, float]]
     """Microseconds by backend."""
     checked: frozenset[str]
-    """Backends whose results were compared with the reference's in that run."""
+    """Backends whose results were compared with the reference's in that run, and right."""
+
+    @property
+    def timed(self) -> frozenset[str]:
+        """Backends that there are times of, right or not."""
+        return frozenset(name for times in self.times.values() for name in times)
 
     def nearest(self, load: Load, backends: Collection[str]) -> Mapping[str, float]:
         """Times of ``backends`` at the measured size that is nearest, by how often what differs

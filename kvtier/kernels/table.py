@@ -498,11 +498,17 @@ def _why(case: Case, able: list[_Row]) -> str:
 def _automatic(case: Case) -> list[_Row]:
     """Available rows that list the case and may be taken unasked, in order of preference."""
     able = [row for row in _ROWS if row.lists(case) and not _missing(row)]
-    known = None
-    if any(row.by_name for row in able):
-        known = measured.figures(*case.key, measured.device_name())
-    checked = known.checked if known is not None else ()
-    return [row for row in able if not row.by_name or row.backend in checked]
+    if len(able) < 2:
+        return [row for row in able if not row.by_name]
+    known = measured.figures(*case.key, measured.device_name())
+    if known is None:
+        return [row for row in able if not row.by_name]
+    # What was timed and not found right is not taken, whatever its place.
+    return [
+        row
+        for row in able
+        if row.backend in known.checked or not (row.by_name or row.backend in known.timed)
+    ]
 
 
 def _kernel(case: Case, rows: list[_Row]) -> Kernel:

@@ -30,9 +30,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     made: Counter[str] = Counter()
     model = tiny_model("v3")
     dims = model.config.kv_lora_rank + model.config.qk_rope_head_dim, model.config.kv_lora_rank
-    (like,) = (
-        row for row in TABLE._ROWS if (row.operation, row.backend) == ("mla_absorbed", "torch")
-    )
+    mine = ("mla_absorbed", "dense", "torch")
+    (like,) = (r for r in TABLE._ROWS if (r.operation, r.record, r.backend) == mine)
 
     def counting(name: str) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:

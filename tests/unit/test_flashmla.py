@@ -22,6 +22,7 @@ from kvtier.kernels import (
     absorbed,
     flashmla,
     mla_sparse,
+    planned,
     sparse_attend,
     write_records,
 )
@@ -182,6 +183,15 @@ def test_schedules_of_lists_depend_on_shapes_alone(
 
     made = [run(2, 64), run(2, 64), run(2, 40), run(3, 64), run(2, 70), run(2, 64, 128)]
     assert made == [1, 0, 0, 1, 1, 1]
+    window, sink = pool("v4_fp8", 64), torch.zeros(64)
+    for width, count in ((0, 1), (64, 1), (64, 0), (128, 1), (0, 0)):
+        before, more = double.made, torch.zeros(2, width, dtype=torch.int32)
+        lists = torch.zeros(2, 64, dtype=torch.int32)
+        flashmla.sparse_attend(
+            torch.zeros(2, 64, 512, dtype=torch.bfloat16), window, lists, sink, scale=1.0,
+            record=RECORDS["v4_fp8"], extra=window, extra_slots=more,
+        )  # fmt: skip
+        assert double.made - before == count
     # Another stream makes its own; a graph takes what there was before its capture, keeps nothing.
     monkeypatch.setattr(flashmla, "_stream", lambda: 7)
     assert [run(2, 64), run(2, 64)] == [1, 0]
@@ -332,7 +342,7 @@ def test_optional_arguments_that_a_build_has_besides() -> None:
         assert flashmla._filled(torch.ops.kvtier_test.three)(torch.tensor(5)) == 7
 
 
-def test_what_is_kept_of_a_batch_goes_with_it() -> None:
+def test_what_is_kept_of_a_batch_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def batch() -> PagedBatch:
         nothing = torch.zeros(1, dtype=torch.int32)
         return PagedBatch((1,), (1,), nothing, nothing, nothing, 64)
@@ -343,6 +353,14 @@ def test_what_is_kept_of_a_batch_goes_with_it() -> None:
     assert kept.get(one, 2, lambda: "c") == "c" and kept.find(two, 1) is None
     assert kept.put(two, 1, "d") == kept.find(two, 1) == "d"
     assert len(kept) == 2
+    # A graph's are its own.
+    monkeypatch.setattr(planned, "capturing", lambda: True)
+    assert kept.find(two, 1) is None and kept.get(two, 1, lambda: "e") == "e"
+    monkeypatch.setattr(planned, "capturing", lambda: False)
+    assert kept.find(two, 1) == "d" and len(kept) == 3
     del one
     gc.collect()
-    assert len(kept) == 1 and kept.find(two, 1) == "d"
+    assert len(kept) == 2 and kept.find(two, 1) == "d"
+    del two
+    gc.collect()
+    assert len(kept) == 0

@@ -64,6 +64,20 @@ def test_times_without_a_check_count_for_nothing(here: Any) -> None:
     assert select(CASE, backend="flashmla").backend == "flashmla"
 
 
+def test_what_was_found_wrong_is_not_taken(here: Any) -> None:
+    times = {SMALL: {"triton": 1.0, "torch": 9.0}, LARGE: {"triton": 2.0, "torch": 9.0}}
+    here({"torch"}, times=times)
+    kernel = select(CASE)
+    assert kernel.backend == "torch" and kernel.for_load(SMALL).backend == "torch"
+    assert select(CASE, backend="triton").backend == "triton"
+    here({"torch", "triton"}, times={SMALL: times[SMALL]})
+    assert select(CASE).for_load(LARGE).backend == "triton"
+    key = (*CASE.key, "a device", SMALL, frozenset({"triton", "torch"}))
+    assert measured.fastest(*key) == "triton"
+    here({"torch"}, times=times)
+    assert measured.fastest(*key) == "torch"
+
+
 def test_what_is_not_here_is_not_picked(here: Any) -> None:
     here({"triton", "flashmla"}, missing="not installed")
     kernel = select(CASE)
