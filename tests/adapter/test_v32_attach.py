@@ -1,6 +1,8 @@
 """Configurations of V3.2 models, and attaching the models: checked, refused by name, taken off."""
 
+import copy
 import inspect
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from kvtier import ConfigError, LayoutMismatch
+from kvtier import ConfigError, KVTierError, LayoutMismatch
 from kvtier.layouts import mla, mla_indexed
 from kvtier_deepseek import UnsupportedModel, attach, backends, layout_for
 from tests.adapter.models import full_logits, random_tokens, tiny_model
 from tests.adapter.swa_kit import feed, near, run
+from tests.adapter.test_memory import Largest
 from tests.adapter.test_v4_attach import Held
 from tests.adapter.test_v4_metadata import copied
 from tests.adapter.v32_kit import LOGITS, PACKED, new_model, open_cache, v32_model
@@ -101,6 +104,55 @@ class TestConfiguration:
     ) -> None:
         with pytest.raises(UnsupportedModel, match=says):
             layout_for(SimpleNamespace(**{**RELEASED, **change}), **options)
+
+
+class TestDetach:
+    def test_leaves_the_model_as_it_was(self) -> None:
+        model, tokens = new_model(index_topk=8), random_tokens(30)
+        before, keys = full_logits(model, tokens), list(model.state_dict())
+        modules = {name: set(vars(m)) for name, m in model.named_modules()}
+        with open_cache(model) as cache:
+            adapter = attach(model, cache)
+            assert adapted(model) == [True] * 2
+            assert list(model.state_dict()) == keys
+            assert (adapter.max_absorbed, adapter.max_rows) == (0, 0)
+            # Outside a step the model computes what it always did.
+            assert torch.equal(full_logits(model, tokens), before)
+            with cache.lease([]) as lease:
+                near(run(cache, adapter, lease, tokens, [20, 10]), before, LOGITS)
+            adapter.detach()
+            adapter.detach()
+            with cache.step([]) as step, pytest.raises(KVTierError, match="detached"):
+                adapter(step)
+        assert adapted(model) == [False] * 2
+        assert torch.equal(full_logits(model, tokens), before)
+        assert {name: set(vars(m)) for name, m in model.named_modules()} == modules
+
+    def test_a_copy_of_an_attached_model_is_not_attached(self) -> None:
+        model, tokens = new_model(index_topk=8), random_tokens(20)
+        native = full_logits(model, tokens)
+        with open_cache(model) as cache, attach(model, cache):
+            twin = copy.deepcopy(model)
+            model.lm_head.weight.data.zero_()
+            assert torch.equal(full_logits(twin, tokens), native)
+        try_attach(twin)
+
+    def test_a_call_within_a_step_is_native(self) -> None:
+        """A hook that calls the model: its own index runs, on its own keys."""
+        model, tokens, inner = new_model(index_topk=8), random_tokens(20), []
+        native = full_logits(model, tokens[:9])
+
+        def call(*_: Any) -> None:
+            if not inner:
+                inner.append(None)
+                inner[0] = full_logits(model, tokens[:9])
+
+        with open_cache(model) as cache, attach(model, cache) as adapter, cache.lease([]) as lease:
+            hook = attention(model, 1).register_forward_hook(call)
+            got = feed(cache, adapter, (lease, tokens))[0]
+            hook.remove()
+        near(got, full_logits(model, tokens), LOGITS)
+        assert torch.equal(inner[0], native)
 
 
 class TestStructure:
@@ -275,6 +327,77 @@ def test_hand_made_steps_are_checked_in_both_components() -> None:
             del mine.slot_mapping["index"]
             with pytest.raises(LayoutMismatch, match="no component 'index'"):
                 adapter(mine)
+
+
+def test_threads_in_the_middle_of_their_steps() -> None:
+    """Two leases of one adapter, and a second model, all at once: meet before every layer."""
+    models = [v32_model(index_topk=8), v32_model(index_topk=3, seed=1)]
+    barrier = threading.Barrier(3, timeout=60)
+    caches = [open_cache(model) for model in models]
+    adapters = [attach(model, cache) for model, cache in zip(models, caches, strict=True)]
+    streams = [random_tokens(40, seed) for seed in range(3)]
+    got: list[Any] = [None] * 3
+
+    def meet(*_: Any) -> None:
+        barrier.wait()
+
+    hooks = [
+        attention(model, layer).register_forward_pre_hook(meet)
+        for model in models
+        for layer in (0, 1)
+    ]
+
+    def serve(i: int) -> None:
+        torch.set_num_threads(1)
+        mine = caches[i // 2]
+        with mine.lease([], label=str(i)) as lease:
+            logits = []
+            for at, stop in ((0, 21), (21, 22), (22, 40)):
+                with mine.step([(lease, streams[i][at:stop])]) as step:
+                    logits.append(adapters[i // 2].forward(step, all_logits=True))
+            got[i] = torch.cat(logits)
+
+    threads = [threading.Thread(target=serve, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for hook in hooks:
+        hook.remove()
+    for adapter, cache in zip(adapters, caches, strict=True):
+        adapter.detach()
+        cache.close()
+    for i, logits in enumerate(got):
+        near(logits, full_logits(models[i // 2], streams[i]), LOGITS)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["absorbed", "not absorbable"])
+def test_what_a_step_allocates_does_not_grow_with_the_context(wrapped: bool) -> None:
+    """AT-5.4: of 8 times the context no more than its scores, one at a time, and its keys in
+    pieces; expanded, 4 heads of it would be 80 values a token."""
+    model = new_model(max_position_embeddings=1 << 20, index_topk=64)
+    if wrapped:
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj.register_forward_hook(lambda *_: None)
+
+    def largest(context: int, new: int) -> int:
+        with (
+            open_cache(model, page=512, gpu=context // 512 + 4) as cache,
+            attach(model, cache, workspace_bytes=2_000_000) as adapter,
+            cache.lease([]) as lease,
+        ):
+            pool: Any = cache._pool
+            for pages in pool._storage.values():
+                pages.zero_()
+            with cache.step([(lease, [0] * context)]):
+                pass  # takes pages, computes nothing
+            with cache.step([(lease, random_tokens(new))]) as step, Largest() as found:
+                adapter(step)
+        return found.values
+
+    for new in (1, 40):
+        assert largest(1 << 11, new) * 4 <= 2_000_000
+        assert largest(1 << 14, new) * 4 <= 2_000_000
 
 
 def test_a_v32_and_a_v3_model_in_one_process() -> None:
