@@ -144,8 +144,9 @@ def _backends(part: Part, device: str) -> list[str]:
     """Those that may be captured and are here."""
     for each in choices(device):
         if (each["operation"], each["record"]) == (part.operation, part.record):
-            kept = ("torch",) if device == "cpu" else ("triton", "gluon", "flashmla")
-            return [name for name in each["available"] if name in kept]
+            # On a GPU the reference is no contender, and what plans on the host cannot be captured.
+            others = ("torch", "sdpa", "flashinfer") if device == "cuda" else ()
+            return [name for name in each["available"] if name not in others]
     return []
 
 

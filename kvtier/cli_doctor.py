@@ -78,6 +78,8 @@ def add_doctor(commands: "Commands") -> None:
 def _doctor(options: argparse.Namespace) -> int:
     found: list[Finding] = []
     packages = _packages(found)
+    if not isinstance(torch := _torch(), str):
+        packages["torch"] = str(torch.__version__)  # which tells of what build it is
     device = _device(found)
     kind = options.device or device["type"]
     report: dict[str, Any] = {

@@ -108,7 +108,9 @@ def test_a_gpu(
         device_count=lambda: 2,
         get_device_capability=lambda: (9, 0),
     )
-    fake = SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="13.0"), empty=empty, uint8=None)
+    fake = SimpleNamespace(
+        cuda=cuda, version=SimpleNamespace(cuda="13.0"), empty=empty, uint8=None, __version__="2"
+    )
     monkeypatch.setattr(cli_doctor, "_torch", lambda: fake)
     status, told = report(capsys)
     assert told["kernels_for"] == "cuda" and told["limits"]["pinned"] is pins
@@ -124,11 +126,14 @@ def test_a_device_that_is_not_usable(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake = SimpleNamespace(
-        cuda=SimpleNamespace(is_available=lambda: False), version=SimpleNamespace(cuda="13.0")
+        cuda=SimpleNamespace(is_available=lambda: False),
+        version=SimpleNamespace(cuda="13.0"),
+        __version__="2.11.0+cu130",
     )
     monkeypatch.setattr(cli_doctor, "_torch", lambda: fake)
     status, told = report(capsys)
     assert status == 0 and "built for CUDA 13.0" in told["device"]["why"]
+    assert told["packages"]["torch"] == "2.11.0+cu130"
     assert told["findings"][0]["do"].startswith("look at nvidia-smi")
 
 
