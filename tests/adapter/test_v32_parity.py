@@ -63,8 +63,8 @@ def test_logits_where_everything_is_chosen(yarn: bool, topk: int) -> None:
         near(run(cache, adapter, lease, tokens, SPLIT), full_logits(model, tokens), LOGITS)
         assert adapter.report.layers == 2
         assert set(adapter.report.backends) == {
-            "write_latent",
-            "write_index",
+            "write_record latent",
+            "write_record index",
             "index_query",
             "index_topk",
             "mla_sparse",

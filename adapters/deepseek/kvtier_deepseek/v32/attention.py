@@ -58,7 +58,7 @@ class V32Attention(Projections):
         q_nope, q_rope, latent = self.project(hidden, embeddings, query_latent)
         query, key = self.project_index(hidden, embeddings, query_latent)
         for component, values in ((LATENT, latent), (INDEX, key)):
-            run.kernel(self, f"write_{component}")(
+            run.kernel(self, f"write_record {component}")(
                 view.rows(component),
                 run.step.slot_mapping[component],
                 values,

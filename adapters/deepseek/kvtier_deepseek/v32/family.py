@@ -196,8 +196,8 @@ def _cases(
     width, whole = d.latent + d.rope, (d.nope + d.rope, d.value)
     codes = torch.uint8 if index.planes else dtype
     return {
-        "write_latent": Case("write_record", latent.name, (width,), dtype, device),
-        "write_index": Case("write_record", index.name, (wanted.index_dim,), dtype, device),
+        "write_record latent": Case("write_record", latent.name, (width,), dtype, device),
+        "write_record index": Case("write_record", index.name, (wanted.index_dim,), dtype, device),
         "index_query": Case("index_query", index.name, (wanted.index_dim,), dtype, device),
         "index_topk": Case("index_topk", index.name, (wanted.index_dim,), codes, device),
         SPARSE: Case(SPARSE, latent.name, (width, d.latent), dtype, device),
