@@ -30,15 +30,16 @@ from kvtier.config import CacheConfig, RestorePolicy, as_int
 from kvtier.core import lookup
 from kvtier.core.keys import ANONYMOUS, chain_base
 from kvtier.core.leases import LeaseRecord
-from kvtier.core.load_costs import ALWAYS, LoadCosts
+from kvtier.core.load_costs import ALWAYS
 from kvtier.core.machine import CacheCore
 from kvtier.device_step import PagedTransfer, StepBuffers
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.flushing import Flushing, settle
+from kvtier.futures import running_future
 from kvtier.layouts.base import Layout
 from kvtier.lease import Lease, Pin, opened_at
 from kvtier.metrics import prometheus_text
-from kvtier.pump import Pump, running_future
+from kvtier.pump import Pump
 from kvtier.seams import Store, Transfer
 from kvtier.sizing import geometry_for, record_sizes
 from kvtier.step import Step
@@ -243,7 +244,7 @@ class Cache:
         where = opened_at(1)
         with self._pump as core:
             self._expire(core)
-            costs = self._costs(policy)
+            costs = self._pump.deadlines.weighed(policy)
             record, ops = core.open(
                 packed,
                 identity=identity,
@@ -385,6 +386,7 @@ class Cache:
         with self._pump as core:
             self._expire(core)
             stats, moved = core.stats(), dict(self._pump.moved)
+            forgotten = self._pump.forgotten.total()
         tiers = {
             tier: replace(
                 each,
@@ -393,7 +395,7 @@ class Cache:
             )
             for tier, each in stats.tiers.items()
         }
-        return replace(stats, tiers=MappingProxyType(tiers))
+        return replace(stats, tiers=MappingProxyType(tiers), forgotten_leases=forgotten)
 
     def prometheus(self) -> str:
         """``stats`` as Prometheus text: what a ``/metrics`` endpoint returns."""
@@ -422,7 +424,8 @@ class Cache:
         policy = self._config.restore if restore is None else restore
         check_type("restore", policy, RestorePolicy)
         with self._pump as core:
-            costs = self._costs(policy) or self._pump.deadlines.costs(ALWAYS)
+            deadlines = self._pump.deadlines
+            costs = deadlines.weighed(policy) or deadlines.costs(ALWAYS)
             return core.explain(packed, identity, placed, costs=costs)
 
     def events(self) -> Iterator[tuple[str, bytes, Tier]]:
@@ -473,17 +476,6 @@ class Cache:
             core.check()
 
     # -- inside
-
-    def _costs(self, policy: RestorePolicy) -> LoadCosts | None:
-        """What a lease weighs that is opened now; None: nothing."""
-        rate, deadlines = policy.prefill_tokens_per_s, self._pump.deadlines
-        late = deadlines.disk_hangs()
-        if rate is None and policy.mode == "wait_complete" and not late:
-            return None
-        costs = deadlines.costs(ALWAYS if rate is None else 1 / rate)
-        # A disk that is late already brings nothing in time, and would take pages for it meanwhile.
-        late = late or (policy.timeout_s is not None and costs.disk_wait_s > policy.timeout_s)
-        return costs.without_disk() if late or policy.mode == "best_effort" else costs
 
     def _load_behind(self, core: CacheCore, record: LeaseRecord, policy: RestorePolicy) -> None:
         """Nobody waits for what the lease has left on the disk.  On best effort all of it is

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from math import inf
 
 from kvtier.arguments import FOREVER
+from kvtier.config import RestorePolicy
 from kvtier.core.leases import LeaseRecord, PrefetchRecord
-from kvtier.core.load_costs import SLACK, LoadCosts
+from kvtier.core.load_costs import ALWAYS, SLACK, LoadCosts
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Op
 from kvtier.speeds import PROBE_S, Speeds
@@ -107,6 +108,16 @@ class Deadlines:
     def costs(self, compute_s: float) -> LoadCosts:
         """Of loading, by what has been measured and is under way; a token takes ``compute_s``."""
         return self._speeds.costs(compute_s, self.clock())
+
+    def weighed(self, policy: RestorePolicy) -> LoadCosts | None:
+        """What a lease weighs that is opened now; None: nothing."""
+        rate, hangs = policy.prefill_tokens_per_s, self.disk_hangs()
+        if rate is None and policy.mode == "wait_complete" and not hangs:
+            return None
+        costs = self.costs(ALWAYS if rate is None else 1 / rate)
+        # A disk that is late already brings nothing in time, and would take pages for it meanwhile.
+        late = policy.timeout_s is not None and costs.disk_wait_s > policy.timeout_s
+        return costs.without_disk() if hangs or late or policy.mode == "best_effort" else costs
 
     def disk_unproven(self) -> bool:
         """Whether nobody has tried lately how fast the disk is."""

@@ -14,7 +14,8 @@ from typing import final
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import OpKind
 from kvtier.errors import CacheClosed, KVTierError, StoreError
-from kvtier.pump import Pump, running_future
+from kvtier.futures import running_future
+from kvtier.pump import Pump
 from kvtier.seams import Store
 from kvtier.types import Tier
 

@@ -19,8 +19,9 @@ from kvtier.core.leases import LeaseRecord, PinRecord
 from kvtier.core.machine import CacheCore
 from kvtier.device_step import PagedTransfer
 from kvtier.errors import CacheClosed, ConfigError, LeaseError, LeaseNotReady, LeaseReleased
+from kvtier.futures import running_future
 from kvtier.layouts.base import Layout
-from kvtier.pump import Pump, running_future
+from kvtier.pump import Pump
 from kvtier.tokens import IntArray, Tokens, pack
 from kvtier.types import LeaseState, Tier
 
@@ -32,8 +33,8 @@ class Lease:
     """A request's hold on its pages: the shared prefix it pins and the pages it owns.
 
     Made by ``Cache.lease`` and ``Lease.fork`` only.  Leave the ``with`` block or call
-    ``release()``; one that is garbage-collected unreleased gives its pages back with a
-    ResourceWarning that names where it was opened.
+    ``release()``; one that is garbage-collected unreleased gives its pages back, with a
+    ResourceWarning and once a line a log line that name where it was opened, and is counted.
 
     After ``release`` every method but ``release`` itself, ``state`` and ``label`` raises
     LeaseReleased.  While it is restoring or paused, whatever needs its pages raises LeaseNotReady.
@@ -85,7 +86,7 @@ class Lease:
         if self._pump.closed or self._pump.foreign:
             return
         # First the pages: a warning may be turned into an error.
-        self._pump.post(partial(self._pump.release, self._record))
+        self._pump.post(partial(self._pump.take_back, self._record))
         warnings.warn(
             f"lease {self.label!r} was never released; it was opened at {self._record.opened_at}",
             ResourceWarning,

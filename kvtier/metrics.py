@@ -12,6 +12,22 @@ __all__ = ["prometheus_text"]
 Sample = tuple[dict[str, str], int]
 
 _FRAME_STATES = ("free", "resident", "reserved", "in_flight", "quarantined")
+_COUNTED = {
+    "lookups": "Leases opened.",
+    "lookup_tokens": "Prompt tokens of leases.",
+    "computed_tokens": "Prompt tokens computed.",
+    "recomputed_tokens": "Of these, tokens that were cached, but faster to compute than to load.",
+    "forgotten_leases": "Leases that were never released; the log says which line opened them.",
+    "dropped_stores": "Pages not kept in a lower tier: no room, not admitted, or an error.",
+}
+"""Counters of the whole cache, by the field they show."""
+_COUNTED_BY_TIER = {
+    "hit_tokens": "Prompt tokens not computed, by the tier they came from.",
+    "evictions": "Frames evicted.",
+    "read_bytes": "Bytes read from a tier.",
+    "written_bytes": "Bytes written to a tier.",
+    "faults": "Reads and writes that failed, hung or were bad.",
+}
 
 
 def prometheus_text(stats: CacheStats, *, info: dict[str, str], events_dropped: int) -> str:
@@ -26,67 +42,32 @@ def prometheus_text(stats: CacheStats, *, info: dict[str, str], events_dropped: 
         for name, tier in tiers.items()
         for state in _FRAME_STATES
     ]
+    under_way = [({"kind": "pack"}, stats.packing), ({"kind": "store"}, stats.storing)]
+    restoring: list[Sample] = [({}, stats.restoring)]
+    counted: dict[str, list[Sample]] = {name: [({}, _field(stats, name))] for name in _COUNTED}
+    counted |= {name: per_tier(name) for name in _COUNTED_BY_TIER}
+    told = _COUNTED | _COUNTED_BY_TIER
     families = [
         _family("info", "gauge", "What this cache holds.", [(info, 1)]),
-        _one("lookups_total", "counter", "Leases opened.", stats.lookups),
-        _one("lookup_tokens_total", "counter", "Prompt tokens of leases.", stats.lookup_tokens),
-        _family(
-            "hit_tokens_total",
-            "counter",
-            "Prompt tokens not computed, by the tier they came from.",
-            per_tier("hit_tokens"),
-        ),
-        _one("computed_tokens_total", "counter", "Prompt tokens computed.", stats.computed_tokens),
-        _one(
-            "recomputed_tokens_total",
-            "counter",
-            "Of these, tokens that were cached, but faster to compute than to load.",
-            stats.recomputed_tokens,
-        ),
-        _one("leases", "gauge", "Open leases.", stats.leases),
-        _one("leases_restoring", "gauge", "Leases waiting for their prefix.", stats.restoring),
-        _family(
-            "operations",
-            "gauge",
-            "Operations under way.",
-            [({"kind": "pack"}, stats.packing), ({"kind": "store"}, stats.storing)],
-        ),
-        _one(
-            "dropped_stores_total",
-            "counter",
-            "Pages not kept in a lower tier: no room, not admitted, or an error.",
-            stats.dropped_stores,
-        ),
+        *(_family(f"{name}_total", "counter", told[name], counted[name]) for name in told),
+        _family("leases", "gauge", "Open leases.", [({}, stats.leases)]),
+        _family("leases_restoring", "gauge", "Leases waiting for their prefix.", restoring),
+        _family("operations", "gauge", "Operations under way.", under_way),
         _family("frames", "gauge", "Frames by state; the states add up to capacity.", frames),
         _family("capacity_frames", "gauge", "Frames in all.", per_tier("capacity")),
         _family("pinned_frames", "gauge", "Frames held by pins.", per_tier("pinned")),
-        _family("evictions_total", "counter", "Frames evicted.", per_tier("evictions")),
-        _family("read_bytes_total", "counter", "Bytes read from a tier.", per_tier("read_bytes")),
         _family(
-            "written_bytes_total", "counter", "Bytes written to a tier.", per_tier("written_bytes")
-        ),
-        _family(
-            "faults_total", "counter", "Reads and writes that failed or were bad.",
-            per_tier("faults"),
-        ),
-        _one(
-            "events_dropped_total",
-            "counter",
-            "Events nobody fetched in time.",
-            events_dropped,
+            "events_dropped_total", "counter", "Events nobody fetched in time.",
+            [({}, events_dropped)],
         ),
     ]  # fmt: skip
     return "".join(families)
 
 
-def _field(tier: TierStats, name: str) -> int:
-    value = getattr(tier, name)
+def _field(stats: CacheStats | TierStats, name: str) -> int:
+    value = getattr(stats, name)
     assert isinstance(value, int)
     return value
-
-
-def _one(name: str, kind: str, text: str, value: int) -> str:
-    return _family(name, kind, text, [({}, value)])
 
 
 def _family(name: str, kind: str, text: str, samples: Iterable[Sample]) -> str:

@@ -19,13 +19,13 @@ Knows nothing of layouts, tensors or what an op means.
 import logging
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import cache, partial
 from math import inf
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import Any, final
 from weakref import WeakSet
 
 from kvtier.core.leases import LeaseRecord, PrefetchRecord
@@ -33,14 +33,14 @@ from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Op, OpKind, Part
 from kvtier.deadlines import Deadlines
 from kvtier.errors import CacheClosed, InvariantError, KVTierError
+from kvtier.futures import fail, fulfil
 from kvtier.seams import TellsProgress, Transfer
 from kvtier.types import LeaseState, Tier
 
-__all__ = ["Pump", "running_future"]
+__all__ = ["Pump"]
 
 logger = logging.getLogger("kvtier")
 
-T = TypeVar("T")
 _pumps: "WeakSet[Pump]" = WeakSet()
 """All there are; a forked child finds its parent's."""
 
@@ -53,14 +53,6 @@ def _in_child() -> None:
 @cache
 def _watch_forks() -> None:
     os.register_at_fork(after_in_child=_in_child)
-
-
-def running_future() -> "Future[Any]":
-    """A future nobody can cancel: cancelling an ``asyncio.wrap_future`` of it ends that waiter
-    alone, and setting its result never fails."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
 
 
 class _Watch:
@@ -102,6 +94,8 @@ class Pump:
         self.closed = False
         self.moved: dict[tuple[Tier, str], int] = {}
         """Bytes of pages and tails "read" from and "written" to each tier, before any codec."""
+        self.forgotten: Counter[str] = Counter()
+        """Leases that were never released, by the line that opened them."""
         self._core = core
         self._part_bytes = part_bytes
         self._pid = os.getpid()
@@ -218,7 +212,7 @@ class Pump:
 
     def expect_prefetch(self, record: PrefetchRecord, future: "Future[int]") -> None:
         if record.done:
-            self._outcomes.append(partial(_fulfil, future, record.tokens))
+            self._outcomes.append(partial(fulfil, future, record.tokens))
         else:
             self._prefetches[record.id] = record, future
 
@@ -230,6 +224,15 @@ class Pump:
             self._outcomes.append(partial(ready.set_result, 0))
         if (paused := self._paused.pop(record.id, None)) is not None:
             self._outcomes.append(partial(paused.set_result, None))
+
+    def take_back(self, record: LeaseRecord) -> None:
+        """A lease that was forgotten gives everything back; said once a line that opens such."""
+        self.forgotten[record.opened_at] += 1
+        if self.forgotten[record.opened_at] == 1:
+            said = "lease %r, opened at %s, was never released (others from there are only counted)"
+            say = partial(logger.warning, said, record.label, record.opened_at)
+            self._outcomes.append(say)
+        self.release(record)
 
     # -- from anywhere
 
@@ -369,7 +372,7 @@ class Pump:
         """Nobody waits for ever: every future that cannot be kept carries ``error``."""
         futures: list[Future[Any]] = [*self._ready.values(), *self._paused.values()]
         self._outcomes += [partial(future.set_exception, error) for future in futures]
-        self._outcomes += [partial(_fail, f, error) for _, f in self._prefetches.values()]
+        self._outcomes += [partial(fail, f, error) for _, f in self._prefetches.values()]
         self._outcomes += [partial(watch.then, error) for watch in self._watches]
         for waiting in (self._ready, self._paused, self._prefetches, self._watches):
             waiting.clear()
@@ -419,7 +422,7 @@ class Pump:
             if isinstance(record, PrefetchRecord):
                 _, future = self._prefetches.pop(record.id, (None, None))
                 if future is not None:
-                    self._outcomes.append(partial(_fulfil, future, record.tokens))
+                    self._outcomes.append(partial(fulfil, future, record.tokens))
             elif record.state is LeaseState.ACTIVE:
                 self.deadlines.forget(record)
                 if (ready := self._ready.pop(record.id, None)) is not None:
@@ -437,7 +440,7 @@ class Pump:
             self.release(lease)
         for prefetch, future in self._prefetches.values():
             self.plan(self._core.cancel_prefetch(prefetch))
-            self._outcomes.append(partial(_fulfil, future, prefetch.tokens))
+            self._outcomes.append(partial(fulfil, future, prefetch.tokens))
         self._prefetches.clear()
 
     # -- with the turn
@@ -481,14 +484,3 @@ def _stopped(bug: BaseException) -> InvariantError:
     error = InvariantError("the cache stopped after a bug")
     error.__cause__ = bug
     return error
-
-
-def _fail(future: "Future[T]", error: BaseException) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)
-
-
-def _fulfil(future: "Future[T]", value: T) -> None:
-    """Resolve a future that its owner may have cancelled meanwhile."""
-    if future.set_running_or_notify_cancel():
-        future.set_result(value)

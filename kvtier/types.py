@@ -180,6 +180,8 @@ class CacheStats:
     dropped_stores: int = 0
     """Pages not kept in a lower tier: no room, not admitted, or an error."""
     tiers: Mapping[Tier, TierStats] = field(default_factory=dict)
+    forgotten_leases: int = 0
+    """Collected without having been released: a bug of whoever opened them; the log says where."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 # From the bottom up.  Units of one row do not know each other, except those listed in INSIDE.
 LAYERS = [
-    {"errors", "progress"},
+    {"errors", "futures", "progress"},
     {"types"},
     {"tokens", "config"},
     {"layouts"},

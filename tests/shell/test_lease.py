@@ -340,6 +340,32 @@ def test_a_forgotten_lease_comes_back_with_its_line(cache: kvtier.Cache) -> None
     assert free(cache) == held + 1  # the partial page; the full ones stay, cached
 
 
+def test_forgotten_leases_are_counted_and_said_once_a_line(
+    cache: kvtier.Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python hides the warning, in a server's log it must be seen all the same."""
+
+    def forget(count: int) -> None:
+        for _ in range(count):
+            cache.lease([1, 2, 3], label="lost")
+            gc.collect()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        forget(3)
+        assert cache.stats().forgotten_leases == 3
+        cache.lease([1, 2, 3], label="another")
+        gc.collect()
+    assert cache.stats().forgotten_leases == 4
+    assert "kvtier_forgotten_leases_total 4" in cache.prometheus()
+    assert caplog.text.count("was never released") == 2
+    assert caplog.text.count("lease 'lost', opened at ") == 1
+    assert caplog.text.count("lease 'another', opened at ") == 1
+    with cache.lease([1]):
+        pass
+    assert cache.stats().forgotten_leases == 4
+
+
 def test_a_forgotten_fork_names_the_fork(cache: kvtier.Cache) -> None:
     with cache.lease(prompt(5)) as lease:
         feed(cache, lease, prompt(5))

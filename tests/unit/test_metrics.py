@@ -45,7 +45,7 @@ def unescaped(value: str) -> str:
 
 def test_every_number_is_there_once() -> None:
     tier = TierStats(*range(100, 112))
-    stats = CacheStats(1, 2, 3, 10, 4, 5, 6, 7, 8, {Tier.GPU: tier, Tier.DISK: tier})
+    stats = CacheStats(1, 2, 3, 10, 4, 5, 6, 7, 8, {Tier.GPU: tier, Tier.DISK: tier}, 11)
     samples = parse(prometheus_text(stats, info={"layout": "mla"}, events_dropped=9))
     plain = {name: value for (name, labels), value in samples.items() if not labels}
     assert plain == {
@@ -55,6 +55,7 @@ def test_every_number_is_there_once() -> None:
         "kvtier_recomputed_tokens_total": 10,
         "kvtier_leases": 4,
         "kvtier_leases_restoring": 5,
+        "kvtier_forgotten_leases_total": 11,
         "kvtier_dropped_stores_total": 8,
         "kvtier_events_dropped_total": 9,
     }
