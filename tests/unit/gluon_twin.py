@@ -4,14 +4,12 @@ Tensors are arrays, layouts mean nothing, pointers know the storage that they po
 what lies outside.  Shared memory begins as NaN.  A product of the tensor cores is computed when it
 is waited for, from what its operands hold then, and these must be what they were when it began:
 so what is overwritten too early is seen.  Parts of a specialised program are threads that take
-turns, one at a time, wherever one waits or arrives; whose turn it is, is drawn from a seed.  If
-all wait, that is an error.
+turns, one at a time, wherever one waits or arrives; whose turn it is, is drawn from a seed, and so
+is when copies of the tensor engine arrive.  If all wait, that is an error.
 
 What the compiler adds is not looked at: barriers of one group of warps, fences, layouts.
 """
 
-import random
-import re
 import threading
 import types
 from collections.abc import Callable
@@ -20,6 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tests.unit.ptx_twin import assembled, of_bf16, to_bf16
+from tests.unit.turns import Barrier, Barriers, Turns
 
 Array = np.ndarray[Any, Any]
 
@@ -39,19 +41,9 @@ TYPES = {
     torch.int32: Type(np.int32, np.int32),
     torch.int64: Type(np.int64, np.int64),
     torch.float32: Type(np.float32, np.float32),
+    torch.float16: Type(np.float16, np.float32),
     torch.bfloat16: BF16,
 }
-
-
-def to_bf16(x: Array) -> Array:
-    """Bits of the nearest bfloat16 of each float32, ties to even."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16).reshape(x.shape)
-
-
-def of_bf16(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class Tensor(np.ndarray[Any, Any]):
@@ -60,7 +52,7 @@ class Tensor(np.ndarray[Any, Any]):
     def to(self, kind: Type) -> "Tensor":
         if kind is BF16:
             return tensor(of_bf16(to_bf16(np.asarray(self))))
-        return tensor(np.asarray(self).astype(kind.computed))
+        return tensor(np.asarray(self).astype(kind.stored).astype(kind.computed))
 
     def permute(self, order: tuple[int, ...]) -> "Tensor":
         return tensor(np.transpose(np.asarray(self), order))
@@ -68,6 +60,13 @@ class Tensor(np.ndarray[Any, Any]):
     @property
     def type(self) -> Any:
         return types.SimpleNamespace(layout=None)
+
+    # A tensor is a value: nobody else's changes with it.
+    def __iadd__(self, other: Any) -> "Tensor":  # type: ignore[misc,override]
+        return tensor(self + other)
+
+    def __isub__(self, other: Any) -> "Tensor":  # type: ignore[misc,override]
+        return tensor(self - other)
 
 
 def tensor(x: Any) -> Tensor:
@@ -150,7 +149,8 @@ class Shared:
         return Shared(kind, raw[:size].view(kind.stored).reshape(shape))
 
     def load(self, layout: Any) -> Tensor:
-        return tensor(of_bf16(self.array) if self.dtype is BF16 else self.array.copy())
+        kind = self.dtype
+        return tensor(of_bf16(self.array) if kind is BF16 else self.array.astype(kind.computed))
 
     def store(self, value: Any) -> None:
         value = np.asarray(value)
@@ -183,81 +183,6 @@ class Product:
             self.result = tensor(found.numpy() + (np.asarray(acc) if self.use_acc else 0))
 
 
-class Deadlock(AssertionError):
-    pass
-
-
-class Turns:
-    """Which of several threads runs: one at a time, the next one drawn whenever one stops."""
-
-    def __init__(self, seed: int, count: int) -> None:
-        self.random = random.Random(seed)
-        self.condition = threading.Condition()
-        self.ready: list[Callable[[], bool] | None] = [lambda: True] * count
-        self.running = -1
-        self.broken: BaseException | None = None
-        self._draw()
-
-    def _draw(self) -> None:
-        some = [i for i, ready in enumerate(self.ready) if ready is not None and ready()]
-        if some:
-            self.running = self.random.choice(some)
-        elif any(self.ready):
-            self.broken = self.broken or Deadlock(f"all wait: {self.ready}")
-        self.condition.notify_all()
-
-    def wait(self, me: int, ready: Callable[[], bool]) -> None:
-        """Gives the turn away; returns when it is this thread's and ``ready``."""
-        with self.condition:
-            self.ready[me] = ready
-            self._draw()
-            self.condition.wait_for(lambda: self.running == me or self.broken is not None)
-            if self.broken is not None:
-                raise self.broken
-
-    def start(self, me: int) -> None:
-        with self.condition:
-            self.condition.wait_for(lambda: self.running == me or self.broken is not None)
-            if self.broken is not None:
-                raise self.broken
-
-    def end(self, me: int, error: BaseException | None) -> None:
-        with self.condition:
-            self.ready[me] = None
-            self.broken = self.broken or error
-            self._draw()
-
-
-class Barrier:
-    """An mbarrier: a phase ends with its last arrival."""
-
-    def __init__(self) -> None:
-        self.count = self.left = 0
-        self.phase = 0
-
-    def arrive(self, count: int) -> None:
-        assert self.count, "not initialised"
-        assert self.left >= count, "more arrivals than a phase has"
-        self.left -= count
-        if self.left == 0:
-            self.phase += 1
-            self.left = self.count
-
-    def passed(self, parity: int) -> bool:
-        """Whether the phase of this parity, now under way or the last one, has ended."""
-        return (self.phase & 1) != parity
-
-
-class Barriers:
-    """Several of them in shared memory."""
-
-    def __init__(self, barriers: list[Barrier]) -> None:
-        self.barriers = barriers
-
-    def index(self, i: Any) -> "Barriers":
-        return Barriers([self.barriers[int(i)]])
-
-
 class State(threading.local):
     """Of a thread: its program, its products under way, its place among the threads."""
 
@@ -270,49 +195,6 @@ class State(threading.local):
 
 
 HERE = State()
-
-
-def assembled(text: str, inputs: list[Array]) -> list[Array]:
-    """Results of PTX that works on 32-bit registers, one element at a time."""
-    if "ex2.approx.ftz.f32" in text:
-        with np.errstate(over="ignore"):
-            return [np.exp2(inputs[0])]
-    outputs = len(set(re.findall(r"\$\d+", text))) - len(inputs)
-    held = {f"${outputs + i}": x.astype(np.int32).view(np.uint32) for i, x in enumerate(inputs)}
-
-    def value(name: str) -> Any:
-        return held[name] if name in held else np.uint32(int(name, 0))
-
-    for line in re.findall(r"^\s*(\w[\w.]* [^;]*);", text, re.MULTILINE):
-        op, rest = line.split(" ", 1)
-        to, *of = (part.strip() for part in rest.split(","))
-        if op == "prmt.b32":
-            held[to] = permuted(value(of[0]), value(of[1]), int(of[2], 0))
-        elif op == "shl.b32":
-            held[to] = value(of[0]) << value(of[1])
-        elif op == "and.b32":
-            held[to] = value(of[0]) & value(of[1])
-        elif op == "mul.bf16x2":
-            a, b = value(of[0]), value(of[1])
-            high = to_bf16(of_bf16(a >> 16) * of_bf16(b >> 16)).astype(np.uint32)
-            low = to_bf16(of_bf16(a & 0xFFFF) * of_bf16(b & 0xFFFF)).astype(np.uint32)
-            held[to] = high << np.uint32(16) | low
-        else:
-            raise NotImplementedError(line)
-    return [held[f"${i}"].view(np.int32) for i in range(outputs)]
-
-
-def permuted(a: Array, b: Any, selector: int) -> Array:
-    """prmt: bytes of (b, a), or eight times their highest bit."""
-    both = a.astype(np.uint64) | np.uint64(b) << np.uint64(32)
-    out = np.zeros_like(a)
-    for i in range(4):
-        nibble = selector >> 4 * i & 15
-        byte = (both >> np.uint64(8 * (nibble & 7)) & np.uint64(0xFF)).astype(np.uint32)
-        if nibble & 8:
-            byte = np.where(byte >= 0x80, 0xFF, 0).astype(np.uint32)
-        out |= byte << np.uint32(8 * i)
-    return out
 
 
 class Language:
@@ -382,6 +264,13 @@ class Language:
     @staticmethod
     def cdiv(a: Any, b: Any) -> Tensor:
         return tensor(-(-np.asarray(a) // np.asarray(b)))
+
+    @staticmethod
+    def associative_scan(x: Array, axis: int, combine: Callable[..., Any]) -> Tensor:
+        found = np.asarray(x).copy()
+        for i in range(1, len(found)):
+            found[i] = combine(found[i - 1], found[i])
+        return tensor(found)
 
     @staticmethod
     def exp2(x: Any) -> Tensor:
@@ -467,7 +356,7 @@ def _typed(x: Any) -> Any:
 
 
 class Mbarrier:
-    """``hopper.mbarrier``, but for copies of the tensor engine."""
+    """``hopper.mbarrier``."""
 
     @staticmethod
     def MBarrierLayout() -> str:
@@ -489,6 +378,46 @@ class Mbarrier:
             barriers.barriers[0].arrive(count)
         if HERE.turns is not None:
             HERE.turns.wait(HERE.me, lambda: True)
+
+    @staticmethod
+    def expect(barriers: Barriers, bytes: int, pred: Any = True) -> None:
+        if pred:
+            barriers.barriers[0].arrive(1, bytes)
+
+
+class Described:
+    """What a tensor descriptor says: a matrix, and the part of it that one copy moves."""
+
+    layout = None
+
+    def __init__(self, of: TensorDescriptor) -> None:
+        self.dtype, self.block = TYPES[of.base.dtype], tuple(of.block_shape)
+        kind = torch.int16 if of.base.itemsize == 2 else torch.int32
+        self.array = of.base.view(kind).numpy().view(self.dtype.stored)
+
+
+class Tma:
+    """``hopper.tma``: copies that come when it suits them."""
+
+    @staticmethod
+    def async_copy_global_to_shared(
+        what: Described, at: list[Any], barriers: Barriers, into: Shared, pred: Any = True
+    ) -> None:
+        if not pred:
+            return
+        row, column = int(at[0]), int(at[1])
+        barrier = barriers.barriers[0]
+
+        def copy() -> None:
+            rows, columns = what.block
+            found = np.zeros(what.block, what.dtype.stored)
+            part = what.array[row : row + rows, column : column + columns]
+            found[: part.shape[0], : part.shape[1]] = part
+            into.array[...] = found
+            barrier.arrive(0, -found.nbytes)
+
+        assert HERE.turns is not None and into.shape == what.block
+        HERE.turns.copies.append(copy)
 
 
 def warpgroup_mma(
@@ -522,6 +451,7 @@ def names_of(module: types.ModuleType, seed: int = 0) -> dict[str, Any]:
     stand_in: dict[str, Any] = {
         "gl": language,
         "mbarrier": Mbarrier,
+        "tma": Tma,
         "warpgroup_mma": warpgroup_mma,
         "warpgroup_mma_wait": warpgroup_mma_wait,
         "fence_async_shared": lambda: None,
@@ -544,7 +474,7 @@ class Launched:
         self.launches = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int = 4, **kwargs: Any) -> None:
+        def launch(*args: Any, num_warps: int = 4, maxnreg: int = 0, **kwargs: Any) -> None:
             self.launches += 1
             count = (*grid, 1, 1)[:3]
             given = [_argument(x) for x in args]
@@ -559,6 +489,8 @@ class Launched:
 
 
 def _argument(x: Any) -> Any:
+    if isinstance(x, TensorDescriptor):
+        return Described(x)
     if isinstance(x, torch.Tensor):
         raw = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
         return Pointers(raw.numpy(), TYPES[x.dtype], x.storage_offset() * x.itemsize)
