@@ -227,6 +227,7 @@ class TestWhereItIsFound:
         flashmla._found.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        monkeypatch.setattr(flashmla, "_registered", dict)  # whatever this process has loaded
         yield
         flashmla._found.cache_clear()
 
