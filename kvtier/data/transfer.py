@@ -19,9 +19,8 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from math import inf
@@ -38,13 +37,14 @@ from kvtier.data.copier import Copier, even_batch
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
 from kvtier.data.jobs import Job, Turns, Workers
+from kvtier.data.publishing import Publisher
 from kvtier.data.records import Loader, Packer, Reader, copy_part, record_of
 from kvtier.data.staging import Slots, Staging
 from kvtier.data.streams import Lane, streams_for
-from kvtier.errors import CacheClosed, StoreError
+from kvtier.errors import CacheClosed
 from kvtier.kernels.pack import warmup
 from kvtier.layouts.base import Layout
-from kvtier.seams import Record, Store
+from kvtier.seams import Store
 from kvtier.types import Tier
 
 __all__ = ["DeviceTransfer"]
@@ -62,9 +62,6 @@ LARGE_READ_BYTES = 32 << 20
 takes besides its bytes counts less then.  The first ones differ in size, as threads that end a read
 together leave the disk idle while they verify it together; the last ones are small again, so that
 no thread ends long after the others."""
-PUBLISH_BYTES = 16 << 20
-"""STOREs that wait are written to disk together up to this much; from there on what a publish
-costs besides its bytes is lost in them."""
 BATCHES = 3
 """Of each direction at once: one being copied, one queued behind it, one whose end is being told.
 """
@@ -102,8 +99,6 @@ class DeviceTransfer:
         if where.type == "cuda":
             torch.cuda.synchronize(where)  # the pools were zeroed on the current stream
         self._causes: set[tuple[OpKind, str]] = set()
-        self._to_write: deque[tuple[Job, Sequence[Record]]] = deque()
-        """In the order of ``start``, a task of the writing thread for each."""
         self._heard: dict[int, float] = {}
         """RESTOREs under way, by number, and when they last got something from the store."""
         self._open_ops = 0
@@ -160,13 +155,13 @@ class DeviceTransfer:
             landed=self._landed,
             prepare=prepare,
         )
-        self._sealing = Workers("seal", 1)
-        self._writing = Workers("write", 1)
+        self._publisher = Publisher(
+            self._store, record=partial(record_of, self._sizes, self.host), guard=self._guard
+        )
         self._workers: tuple[Workers | Turns, ...] = (
             self._reading,
             *self._copier.workers,
-            self._sealing,
-            self._writing,
+            *self._publisher.workers,
         )
         # Nobody closed it: its threads go when it goes.  The process ends first: they end before,
         # since a thread that is killed within a copy takes the process down with it.
@@ -214,7 +209,7 @@ class DeviceTransfer:
         elif op.kind is OpKind.RESTORE:
             self._start_restore(job)
         elif op.kind in (OpKind.STORE, OpKind.DROP):
-            self._sealing.submit(lambda _: self._start_write(job))
+            self._publisher.start(job)
         else:
             self._change_device(job)
 
@@ -253,8 +248,7 @@ class DeviceTransfer:
     def _landed(self, parts: Sequence[Part]) -> None:
         """Checksums are taken before the op ends, or at least ahead of what stores its records."""
         if self._store is not None:
-            seal = self._packer.sealing(parts)
-            self._sealing.submit(lambda _: seal())
+            self._publisher.ahead(self._packer.sealing(parts))
 
     # Host or disk -> device
 
@@ -356,69 +350,6 @@ class DeviceTransfer:
                     self._copier.load(job, start, batch[:good], places[:good], over.set)
                     if reader.bounces(places):
                         over.wait()
-        finally:
-            job.end_share()
-
-    # Host -> disk
-
-    def _start_write(self, job: Job) -> None:
-        """Everything but the writing: the next op's checksums are taken meanwhile."""
-        records: list[Record] = []
-        failed = True
-        try:
-            with self._guard(job, 0):
-                if self._store is None:
-                    raise StoreError("this cache has no disk tier")
-                if job.op.kind is OpKind.STORE:
-                    records = [record_of(self._sizes, self.host, part) for part in job.op.parts]
-                failed = False
-        finally:
-            if failed:
-                job.end_share()
-            else:
-                self._to_write.append((job, records))
-                self._writing.submit(lambda _: self._write_next())
-
-    def _write_next(self) -> None:
-        """Write what is first, and the STOREs right behind it that wait by now with it: what makes
-        a group durable is then paid once for all of them."""
-        batch: list[tuple[Job, Sequence[Record]]] = []
-        size = 0
-        while self._to_write and size < PUBLISH_BYTES:
-            drops = self._to_write[0][0].op.kind is OpKind.DROP
-            if drops and batch:
-                break
-            job, records = self._to_write.popleft()
-            batch.append((job, records))
-            size += sum(record.size for record in records)
-            if drops:
-                break
-        if len(batch) > 1 and self._written_together([r for _, group in batch for r in group]):
-            for job, _ in batch:
-                job.end_share()
-            return
-        with ExitStack() as tries:  # whatever one raises, the others have theirs
-            for job, records in reversed(batch):
-                tries.callback(self._write, job, records)
-
-    def _written_together(self, records: Sequence[Record]) -> bool:
-        """Whether all went in one publish; if not, nothing did, and each group has its own try."""
-        assert self._store is not None
-        try:
-            self._store.put_group(records)
-        except BaseException:  # each op is told by its own try
-            logger.debug("groups that waited are written one by one", exc_info=True)
-            return False
-        return True
-
-    def _write(self, job: Job, records: Sequence[Record]) -> None:
-        try:
-            with self._guard(job, 0):
-                assert self._store is not None
-                if job.op.kind is OpKind.DROP:
-                    self._store.delete([part.key for part in job.op.parts])
-                else:
-                    self._store.put_group(records)
         finally:
             job.end_share()
 

@@ -754,7 +754,7 @@ def test_a_landing_that_fails_cuts_the_pack_there() -> None:
 
 def test_no_disk_tier_is_a_typed_miss() -> None:
     with plane() as p:
-        p.transfer._store = None
+        p.transfer._store = p.transfer._publisher._store = None
         for reader in p.transfer._readers:
             reader._store = None
         assert isinstance(p.start(OpKind.STORE, to_disk(1, 0)).error, StoreError)

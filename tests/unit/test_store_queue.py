@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvtier.core.ops import OpKind, Part
-from kvtier.data import transfer
+from kvtier.data import publishing
 from kvtier.errors import StoreError
 from kvtier.seams import Record
 from kvtier.testing import MemoryStore
@@ -55,7 +55,7 @@ def busy(*groups: tuple[OpKind, Sequence[Part]]) -> Iterator[tuple[Plane, SlowSt
         assert store.began.wait(60)
         ends += [p.start(kind, *parts) for kind, parts in groups]
         sealed = threading.Event()
-        p.transfer._sealing.submit(lambda _: sealed.set())  # all of them are queued by then
+        p.transfer._publisher.ahead(sealed.set)  # all of them are queued by then
         assert sealed.wait(60)
         assert not any(end.calls for end in ends)
         try:
@@ -129,7 +129,7 @@ def test_a_try_that_ends_a_thread_elsewhere_ends_no_other() -> None:
 
 def test_what_goes_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with busy(put(2), put(3), put(4), put(5)) as (p, store, ends):
-        monkeypatch.setattr(transfer, "PUBLISH_BYTES", 2 * p.transfer._sizes.of(to_disk(1, 0)))
+        monkeypatch.setattr(publishing, "PUBLISH_BYTES", 2 * p.transfer._sizes.of(to_disk(1, 0)))
         store.gate.set()
         assert [end.delivered for end in ends] == [1] * 5
     assert store.calls == [("put", [1]), ("put", [2, 3]), ("put", [4, 5])]
