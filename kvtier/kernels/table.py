@@ -516,8 +516,8 @@ def _kernel(case: Case, rows: list[_Row]) -> Kernel:
     kernels = []
     for row in rows:
         assert row.run is not None
-        # The reference asks the device; a graph that is captured cannot.
-        captures = row.captures and row.backend != "torch"
+        # References ask the device, or go by lengths of the host; a captured graph can do neither.
+        captures = row.captures and row.backend not in ("torch", "sdpa")
         kernels.append(Kernel(row.backend, row.run, row.page_tokens, captures))
     if len(kernels) == 1 or measured.figures(*case.key, measured.device_name()) is None:
         return kernels[0]

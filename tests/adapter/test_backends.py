@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier import Cache, CacheConfig
+from kvtier import Cache, CacheConfig, ConfigError
 from kvtier.kernels import Load, absorbed, measured
 from kvtier.kernels.measured import Figures
 from kvtier_deepseek import attach, layout_for
@@ -124,6 +124,21 @@ def test_a_graph_is_captured_with_what_may_be_in_it(calls: Counter[str]) -> None
             assert load == Load(8, HEADS, bound or 1, page_tokens=4, captured=bound is not None)
             run.kernel(family.layers[0], "mla_absorbed")
             assert run.backends["mla_absorbed"] == backend
+
+
+def test_what_no_graph_can_hold_is_refused_before_it_is_captured(calls: Counter[str]) -> None:
+    model = tiny_model("v3")
+    layout = layout_for(model.config, page_tokens=4, dtype=torch.float32)
+    config = CacheConfig(gpu_bytes=1 << 20, cpu_bytes=0, max_leases=2)
+    with (
+        Cache(layout, config, model="tiny", device="cpu") as cache,
+        attach(model, cache) as adapter,
+    ):
+        graph = adapter.capture_decode(batch=2, pages=2)
+        with cache.step([]) as step:
+            # Of absorbed attention there is one that could be captured.
+            with pytest.raises(ConfigError, match="cannot capture write_rows: torch, all there is"):
+                graph._capture(step, graph._arrays(step))
 
 
 def test_warmup_runs_every_kernel_that_may_be_picked(calls: Counter[str]) -> None:

@@ -139,10 +139,16 @@ class DecodeGraph:
 
     def _capture(self, step: "StepLike", device: "DeviceStepLike") -> None:
         kernels = self._adapter._family.decoding
-        if asking := [name for name, kernel in kernels.items() if kernel.backend == "torch"]:
+        asking = {
+            name: kernel.backend
+            for name, kernel in kernels.items()
+            if not any(variant.captures for variant in kernel.variants)
+        }
+        if asking:
+            told = " and ".join(sorted(set(asking.values())))
             raise ConfigError(
-                f"cannot capture {', '.join(asking)}: for this model the table has the reference "
-                "only, which waits for the device"
+                f"cannot capture {', '.join(asking)}: {told}, all there is for this model here, "
+                "waits for the device or plans on the host"
             )
         where = device.input_ids.device
         ahead = torch.cuda.Stream(where)  # type: ignore[no-untyped-call]
