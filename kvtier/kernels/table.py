@@ -422,8 +422,8 @@ def select(case: Case, *, backend: str = "auto") -> Kernel:
 def select_all(cases: Mapping[str, Case], *, backend: str = "auto") -> Mapping[str, Kernel]:
     """Kernels for several cases of one model, under the same keys.
 
-    A named backend is taken wherever it lists the case; where it does not, the ``torch`` reference
-    is, and a case that has none is left out.  With "auto", a case that nothing lists is left out.
+    A named backend is taken wherever it lists the case; where it does not, what "auto" takes is.
+    With "torch" the references are taken and nothing else.  A case that nothing lists is left out.
     Raises ConfigError where the named backend lists none of the cases, or is not available.
     """
     chosen: dict[str, Kernel] = {}
@@ -433,7 +433,7 @@ def select_all(cases: Mapping[str, Case], *, backend: str = "auto") -> Mapping[s
             chosen[key] = select(case, backend=backend)
             named += 1
             continue
-        fallback = "auto" if backend == "auto" else "torch"
+        fallback = "torch" if backend == "torch" else "auto"
         if any(fallback in ("auto", row.backend) for row in _automatic(case)):
             chosen[key] = select(case, backend=fallback)
     if backend != "auto" and not named:

@@ -103,6 +103,21 @@ def test_a_named_backend_has_no_rivals(here: Any) -> None:
     assert select_all({"a": CASE}, backend="torch")["a"].for_load(LARGE).backend == "torch"
 
 
+def test_a_named_backend_leaves_the_rest_to_the_others(here: Any) -> None:
+    here({"triton"})
+    cases = {
+        "attend": CASE,
+        "write": Case("write_rows", "dense", (576,), torch.bfloat16, "cuda"),
+        "whole": Case("mla_materialised_whole", "dense", (192, 128), torch.bfloat16, "cuda"),
+    }
+    chosen = select_all(cases, backend="flashmla")
+    found = {key: kernel.backend for key, kernel in chosen.items()}
+    assert found == {"attend": "flashmla", "write": "triton", "whole": "sdpa"}
+    assert not chosen["attend"].rivals
+    found = {key: kernel.backend for key, kernel in select_all(cases, backend="torch").items()}
+    assert found == {"attend": "torch", "write": "torch"}
+
+
 def test_pages_that_the_fastest_does_not_take(here: Any) -> None:
     here({"triton", "flashmla"})
     kernel = select(CASE)
