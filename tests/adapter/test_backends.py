@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     model = tiny_model("v3")
     dims = model.config.kv_lora_rank + model.config.qk_rope_head_dim, model.config.kv_lora_rank
     mine = ("mla_absorbed", "dense", "torch")
-    (like,) = (r for r in TABLE._ROWS if (r.operation, r.record, r.backend) == mine)
+    (like,) = (r for r in TABLE.ROWS if (r.operation, r.record, r.backend) == mine)
 
     def counting(name: str) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -49,7 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         Load(8, HEADS, 16): {"small": 9.0, "large": 3.0},
     }
     key = ("here", "mla_absorbed", "dense", dims, "torch.float32")
-    monkeypatch.setattr(TABLE, "_ROWS", (*rows, *TABLE._ROWS))
+    monkeypatch.setattr(TABLE, "ROWS", (*rows, *TABLE.ROWS))
     monkeypatch.setattr(
         measured, "_shipped", lambda: {key: Figures(times, frozenset({"small", "large"}))}
     )

@@ -32,10 +32,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Any:
     ) -> None:
         rows = tuple(
             dataclasses.replace(row, missing=lambda: missing) if row.missing else row
-            for row in kernel_table._ROWS
+            for row in kernel_table.ROWS
         )
         known = {("a device", *case.key[:3], str(case.dtype)): Figures(times, frozenset(checked))}
-        monkeypatch.setattr(kernel_table, "_ROWS", rows)
+        monkeypatch.setattr(kernel_table, "ROWS", rows)
         monkeypatch.setattr(measured, "_shipped", lambda: known)
         monkeypatch.setattr(measured, "device_name", lambda: "a device")
         measured.fastest.cache_clear()
@@ -166,10 +166,10 @@ def test_the_shipped_figures() -> None:
     assert known.times[SMALL]["triton"] < known.times[SMALL]["flashmla"]
     assert measured.figures(*CASE.key, "NVIDIA A100") is None
     assert measured.figures(*CASE.key, None) is None
-    backends = {row.backend for row in kernel_table._ROWS}
+    backends = {row.backend for row in kernel_table.ROWS}
     for (_, operation, record, dims, dtype), figures in measured._shipped().items():
         case = Case(operation, record, dims, getattr(torch, dtype.removeprefix("torch.")), "cuda")
-        assert any(row.lists(case) for row in kernel_table._ROWS)
+        assert any(row.lists(case) for row in kernel_table.ROWS)
         assert figures.times and figures.checked <= backends
         for times in figures.times.values():
             assert set(times) <= backends and all(us > 0 for us in times.values())
