@@ -53,6 +53,11 @@ class OutOfPages(KVTierError):
         )
         self.needed = needed
         self.available = available
+        self._what = what
+
+    def __reduce__(self) -> tuple[type["OutOfPages"], tuple[int, int, str]]:
+        """It travels between processes as it was made, not as its message."""
+        return type(self), (self.needed, self.available, self._what)
 
 
 class CacheClosed(KVTierError):

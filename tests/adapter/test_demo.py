@@ -21,7 +21,7 @@ def test_the_passages_are_the_whole_book_in_order() -> None:
     assert max(map(len, passages)) < 2 * min(map(len, passages))
 
 
-@pytest.mark.parametrize("arch", ["v2", "v3", "v4"])
+@pytest.mark.parametrize("arch", ["v2", "v3", "v32", "v4"])
 def test_weights_are_the_same_in_every_process(arch: str) -> None:
     """The disk tier is keyed by the model's name, so its weights must not depend on the run."""
     one, two = demo.make_model(arch).state_dict(), demo.make_model(arch).state_dict()
@@ -29,7 +29,7 @@ def test_weights_are_the_same_in_every_process(arch: str) -> None:
     assert one["lm_head.weight"].std() > 0.1
 
 
-@pytest.mark.parametrize("arch", ["v2", "v3"])
+@pytest.mark.parametrize("arch", ["v2", "v3", pytest.param("v32", marks=pytest.mark.slow)])
 def test_a_short_conversation_and_a_second_process(arch: str, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     start = {reader: list(demo.OPENING.encode()) for reader in demo.READERS}
@@ -166,7 +166,7 @@ def test_a_process_that_is_killed(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("arch", ["v2", "v4"])
+@pytest.mark.parametrize("arch", ["v2", "v32", "v4"])
 def test_the_whole_demo(arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--arch", arch, "--dir", str(tmp_path)]) == 0
     shown = capsys.readouterr()

@@ -1,9 +1,9 @@
 """``kvtier demo``: two conversations about a book, served from device, host and disk.
 
-Small DeepSeek models, V3 and V4, with random weights and a byte tokenizer; tiers so small that the
-device and the host must evict.  Half way the process ends, and a new one goes on from what is on
-disk.  Every generated token is compared with plain ``generate()`` of an untouched copy of the
-model.
+Small DeepSeek models, V3 and V4 unless another is asked for, with random weights and a byte
+tokenizer; tiers so small that the device and the host must evict.  Half way the process ends, and a
+new one goes on from what is on disk.  Every generated token is compared with plain ``generate()``
+of an untouched copy of the model.
 """
 
 import argparse
@@ -74,6 +74,17 @@ _DENSE = Scene(
 SCENES = {
     "v2": replace(_DENSE, title="DeepSeek-V2"),
     "v3": replace(_DENSE, title="DeepSeek-V3"),
+    # Shorter: plain ``generate()`` scores every token against every other with every index head.
+    "v32": replace(
+        _DENSE,
+        title="DeepSeek-V3.2",
+        first="AABBAB",
+        second="AB",
+        longest=1700,
+        layout={**_DENSE.layout, "index_record": "dense"},
+        device_bytes="1900KiB",
+        host_bytes="1900KiB",
+    ),
     # Plain float32 records, so that tokens can be compared; real ones round keys to fp8.
     "v4": Scene(
         title="DeepSeek-V4",
@@ -218,6 +229,8 @@ def make_model(arch: str) -> Any:
     model: Any
     if arch == "v4":
         model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**_V4))
+    elif arch == "v32":
+        model = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**_V32))
     elif arch == "v3":
         model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**_DENSE_SIZES))
     else:
@@ -260,6 +273,14 @@ _DENSE_SIZES: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
+}
+# As many index heads as it takes for scores not to be exactly zero, and tie.
+_V32: dict[str, Any] = {
+    **_DENSE_SIZES,
+    "attn_implementation": "eager",
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 256,
 }
 # One layer of each kind; windows and groups as in the released models, heads smaller.
 _V4: dict[str, Any] = {
