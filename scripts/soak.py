@@ -47,6 +47,8 @@ CHILD_S = 4.0
 GROWTH = 64 << 20
 """Bytes of memory that the process may have gained since every layout had its first round."""
 LAYOUTS = {"cpu": ("mla", "v4-small", "gqa", "v4"), "cuda": ("mla", "v4", "gqa")}
+BY_NAME = ("v32",)
+"""Further ones, that are only run where they are asked for."""
 THREADS = {"cpu": 4, "cuda": 6}
 MANY = 300
 """Requests after which every tier must have given something back."""
@@ -258,7 +260,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=None, help="default: another one every time")
-    names = sorted({name for names in LAYOUTS.values() for name in names})
+    names = sorted({name for names in LAYOUTS.values() for name in names} | {*BY_NAME})
     parser.add_argument("--layout", choices=("all", *names), default="all")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--dir", default=None, help="where the disks are; default: a temporary one")

@@ -20,7 +20,7 @@ import torch
 import kvtier
 from kvtier import Capture, Identity, Step, Tier
 from kvtier.core.frames import FramePool
-from kvtier.layouts import Component, Layout, Share, gqa, mla, swa_c4_c128
+from kvtier.layouts import Component, Layout, Share, gqa, mla, mla_indexed, swa_c4_c128
 from kvtier.sizing import geometry_for
 
 Ints = npt.NDArray[np.int64]
@@ -51,6 +51,10 @@ SMALL_V4 = swa_c4_c128(
     draft_state_values=6,
 )
 """For a CPU, which has to write all of these bytes."""
+
+
+V32 = mla_indexed(layers=2, latent_dim=512, rope_dim=64, record="fp8", page_tokens=16)
+"""History alone, of records whose planes lie apart."""
 
 
 @memoised

@@ -29,7 +29,7 @@ from kvtier.data.streams import Lane
 from kvtier.errors import StoreError
 from kvtier.stores import LmdbStore
 from kvtier.stores.files import FileIO
-from tests.device.byte_model import LAYOUTS, SMALL_V4, DeviceModel, sized
+from tests.device.byte_model import LAYOUTS, SMALL_V4, V32, DeviceModel, sized
 
 __all__ = ["Traffic"]
 
@@ -54,6 +54,7 @@ class Sizes:
 SIZES = {
     "mla": Sizes(26, 34, 5, "6MiB", 9),
     "gqa": Sizes(26, 34, 5, "6MiB", 9),
+    "v32": Sizes(26, 34, 5, "4MiB", 9),
     "v4": Sizes(10, 80, 42, "12MiB", 4),  # a paused tail takes 39 frames
     "v4-small": Sizes(10, 34, 15, "5MiB", 4),
 }
@@ -155,7 +156,7 @@ class Traffic:
         threads: int,
         early: bool | None = None,
     ) -> None:
-        self.layout = {**LAYOUTS, "v4-small": SMALL_V4}[layout]
+        self.layout = {**LAYOUTS, "v4-small": SMALL_V4, "v32": V32}[layout]
         self.sizes = sizes = SIZES[layout]
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
