@@ -71,7 +71,8 @@ class Sizes:
     prompts: tuple[int, ...]
     pieces: tuple[int, ...]
     queries: tuple[int, ...]
-    """Of which the forms are compared."""
+    behind: int
+    """New tokens, and the context before them, of which the forms are compared."""
     repeats: int
 
     def quick(self) -> "Sizes":
@@ -99,6 +100,7 @@ GPU = Sizes(
     prompts=(8192, 32768, 131072),
     pieces=(512, 2048, 8192),
     queries=(16, 32, 64, 96, 128, 192, 256, 384, 512, 1024),
+    behind=8192,
     repeats=7,
 )
 TOY = Sizes(
@@ -116,6 +118,7 @@ TOY = Sizes(
     prompts=(64, 192),
     pieces=(16, 32),
     queries=(1, 4, 16, 64),
+    behind=64,
     repeats=3,
 )
 
@@ -174,11 +177,10 @@ def prompts(sizes: Sizes) -> Cases:
 
 
 def forms(sizes: Sizes) -> Cases:
-    """``form_us`` of a sequence's new tokens behind the second longest context; the baseline of the
-    materialised form is the absorbed one."""
-    context = sizes.contexts[-2]
+    """``form_us`` of a sequence's new tokens behind a context; the baseline of the materialised
+    form is the absorbed one."""
     for queries in sizes.queries:
-        yield partial(_forms, sizes, queries, context)
+        yield partial(_forms, sizes, queries, sizes.behind)
 
 
 def kernels(sizes: Sizes) -> Cases:
