@@ -97,10 +97,10 @@ class Deadlines:
             self._look = now + self._stall_s
             self.alarm.set(self._look)
 
-    def ended(self, op: Op) -> None:
-        """Before the core is told."""
+    def ended(self, op: Op, tried: int) -> None:
+        """With so many of its parts delivered, or tried; before the core is told."""
         now = self.clock()
-        self._speeds.ended(op, now)
+        self._speeds.ended(op, now, tried)
         for patience in self._bounds.values():
             if op.id in patience.record.waits:
                 patience.progress, patience.seen = now, -1

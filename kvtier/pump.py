@@ -34,7 +34,7 @@ from kvtier.core.ops import Op, OpKind, Part
 from kvtier.deadlines import Deadlines
 from kvtier.errors import CacheClosed, InvariantError, KVTierError
 from kvtier.futures import fail, fulfil
-from kvtier.seams import TellsProgress, Transfer
+from kvtier.seams import DropsReads, ReadDropped, TellsProgress, Transfer
 from kvtier.types import LeaseState, Tier
 
 __all__ = ["Pump"]
@@ -220,6 +220,7 @@ class Pump:
         """The lease gives everything back; who still waits for it learns that nothing came."""
         self.deadlines.forget(record)
         self.plan(self._core.release(record))
+        self._drop_unwanted()
         if (ready := self._ready.pop(record.id, None)) is not None:
             self._outcomes.append(partial(ready.set_result, 0))
         if (paused := self._paused.pop(record.id, None)) is not None:
@@ -261,6 +262,7 @@ class Pump:
                 hung, again = self.deadlines.hung()
                 for each in hung:
                     self.plan(core.settle_early(each, hung=True))
+                self._drop_unwanted()
                 return min(later, again)
         except KVTierError:  # it has been closed, or has stopped after a bug
             return inf
@@ -384,10 +386,11 @@ class Pump:
         op = self._running.pop(op_id, None)
         if op is None:
             raise InvariantError(f"op {op_id} ended twice or was never started")
+        unwanted = isinstance(error, ReadDropped)
         if op.kind is OpKind.RESTORE:
-            self.deadlines.ended(op)
+            self.deadlines.ended(op, delivered if unwanted else len(op.parts))
         self._count(op, delivered)
-        ops = self._core.finish(op_id, delivered, error is not None)
+        ops = self._core.finish(op_id, delivered, error is not None and not unwanted, unwanted)
         self.plan(ops)
         for watch in [w for w in self._watches if op_id in w.waiting]:
             watch.waiting.remove(op_id)
@@ -434,6 +437,13 @@ class Pump:
     def _cancel_prefetch(self, record: PrefetchRecord) -> None:
         if self._prefetches.pop(record.id, None) is not None:
             self.plan(self._core.cancel_prefetch(record))
+            self._drop_unwanted()
+
+    def _drop_unwanted(self) -> None:
+        unwanted = self._core.unwanted
+        if unwanted and isinstance(self.transfer, DropsReads):
+            self._outcomes += [partial(self.transfer.drop, op_id) for op_id in unwanted]
+        unwanted.clear()
 
     def _take_all_back(self) -> None:
         for lease in list(self._core.leases.values()):

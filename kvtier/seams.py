@@ -12,7 +12,16 @@ import numpy.typing as npt
 
 from kvtier.core.ops import Op
 
-__all__ = ["ENTRY", "Read", "Record", "Store", "TellsProgress", "Transfer"]
+__all__ = [
+    "ENTRY",
+    "DropsReads",
+    "Read",
+    "ReadDropped",
+    "Record",
+    "Store",
+    "TellsProgress",
+    "Transfer",
+]
 
 
 class Transfer(Protocol):
@@ -55,6 +64,20 @@ class TellsProgress(Protocol):
     def heard_of(self, op_id: int) -> float:
         """When a RESTORE under way last got something from the store, on the monotonic clock;
         minus infinity: nothing yet.  Must not block."""
+
+
+@runtime_checkable
+class DropsReads(Protocol):
+    """A ``Transfer`` that can leave out reads that nobody waits for any more."""
+
+    def drop(self, op_id: int) -> None:
+        """What of a RESTORE has not begun to be read from the store is not: it ends as soon as
+        what has begun is done, with ReadDropped if something is missing.  Does nothing for an op
+        that is not under way.  Must not block, and calls nobody back."""
+
+
+class ReadDropped(Exception):
+    """Told to ``done`` of an operation that was dropped."""
 
 
 @dataclass(frozen=True, slots=True)

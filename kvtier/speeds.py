@@ -5,11 +5,11 @@ what the core counts.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 
 from kvtier.core.load_costs import LoadCosts
-from kvtier.core.ops import Kind, Op
+from kvtier.core.ops import Kind, Op, Part
 from kvtier.types import Tier
 
 __all__ = ["PROBE_S", "Pace", "Speeds"]
@@ -50,13 +50,14 @@ class Pace:
         self._running[op_id] = frames, now
         self._started = now
 
-    def ended(self, op_id: int, now: float) -> None:
+    def ended(self, op_id: int, frames: int, now: float) -> None:
         """The seconds since it was its turn are what its frames took, whether all have come or
         not: what fails slowly is slow too.  Nothing happens if it was not of this tier."""
         if op_id not in self._running:
             return
-        frames, started = self._running.pop(op_id)
-        self._samples.append((frames, max(now - max(started, self._ended), 0.0)))
+        _, started = self._running.pop(op_id)
+        if frames:
+            self._samples.append((frames, max(now - max(started, self._ended), 0.0)))
         self._ended = now
         self._ends.append((op_id, now))
         self.served += 1
@@ -136,15 +137,16 @@ class Speeds:
 
     def started(self, op: Op, now: float) -> None:
         """A RESTORE.  Where the disk takes part, the disk is what it waits for."""
-        disk, host = self._frames(op, Tier.DISK), self._frames(op, Tier.CPU)
+        disk, host = self._frames(op.parts, Tier.DISK), self._frames(op.parts, Tier.CPU)
         if disk:
             self.disk.started(op.id, disk, now)
         elif host:
             self.host.started(op.id, host, now)
 
-    def ended(self, op: Op, now: float) -> None:
-        for pace in (self.disk, self.host):
-            pace.ended(op.id, now)
+    def ended(self, op: Op, now: float, tried: int) -> None:
+        """With its first ``tried`` parts delivered, or tried."""
+        self.disk.ended(op.id, self._frames(op.parts[:tried], Tier.DISK), now)
+        self.host.ended(op.id, self._frames(op.parts[:tried], Tier.CPU), now)
 
     def costs(self, compute_s: float, now: float) -> LoadCosts:
         """For a lease that is opened now."""
@@ -158,9 +160,9 @@ class Speeds:
             disk_wait_s=disk_wait_s,
         )
 
-    def _frames(self, op: Op, tier: Tier) -> int:
+    def _frames(self, parts: Sequence[Part], tier: Tier) -> int:
         return sum(
             1 if part.kind is Kind.HISTORY else self._checkpoint_frames
-            for part in op.parts
+            for part in parts
             if part.source is tier
         )

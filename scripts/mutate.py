@@ -374,8 +374,20 @@ BUGS = [
     Bug(
         "a failed read condemns its source",
         "operations",
-        "                if not failed:\n                    self._suspect(source)",
-        "                if True:\n                    self._suspect(source)",
+        "if not failed and not unwanted:\n",
+        "if True:\n",
+    ),
+    Bug(
+        "what was left out condemns its source",
+        "operations",
+        "if not failed and not unwanted:\n",
+        "if not failed:\n",
+    ),
+    Bug(
+        "reads that others wait for are left out",
+        "machine",
+        "set(op_ids).difference(*others)",
+        "set(op_ids)",
     ),
     Bug(
         "a failed deletion is forgotten",

@@ -88,6 +88,9 @@ class CacheCore:
         self.operations.read_only_disk = read_only_disk
         self.tables = LeaseTables(geometry.max_leases, windows=geometry.window > 0)
         self.settled: list[LeaseRecord | PrefetchRecord] = []
+        self.unwanted: list[int] = []
+        """RESTOREs from disk that nobody waits for any more: whoever runs them may leave out what
+        has not begun.  To be taken out of here."""
         self.restore = Restore(
             self.residency, self.operations, self.tails, self.tables, self.settled
         )
@@ -224,6 +227,7 @@ class CacheCore:
         is no other state slot than the one that is still being written.  ``hung``: it is a fault
         of the disk, and counted."""
         ops: list[Op] = []
+        awaited = set(rec.waits)
         if isinstance(rec, PrefetchRecord):
             if settles := not rec.done:
                 self.restore.settle_prefetch(rec)
@@ -233,8 +237,16 @@ class CacheCore:
                 ops = self.restore.stand_anew(rec, rec.nodes)
             else:
                 ops = self.parking.resume_without(rec)
+        if settles:
+            self._waited_no_more(awaited)
         self.residency.faults[DISK] += hung and settles
         return ops + self._drops()
+
+    def _waited_no_more(self, op_ids: Iterable[int]) -> None:
+        """By one; those that others wait for go on."""
+        leases, prefetches = self.leases.values(), self.prefetches.values()
+        others = [r.waits for r in leases if r.waits] + [r.waits for r in prefetches]
+        self.unwanted += self.operations.reads(set(op_ids).difference(*others))
 
     def at_hand(self, rec: LeaseRecord) -> int:
         """Tokens that a RESTORING lease could stand on without waiting for the disk."""
@@ -297,6 +309,7 @@ class CacheCore:
         if rec.state is LeaseState.RELEASED:
             return []
         self.writing.return_captures(rec)
+        awaited = set(rec.waits)
         ends = rec.write and rec.state is LeaseState.ACTIVE
         ops = self.lower.turn_end(rec.nodes) if ends else []
         self.parking.drop(rec)
@@ -309,6 +322,8 @@ class CacheCore:
         rec.state = LeaseState.RELEASED
         self.tables.free.append(rec.row)
         del self.leases[rec.id]
+        if awaited:
+            self._waited_no_more(awaited)
         return ops + self._drops()
 
     # ------------------------------------------------------------------ upkeep
@@ -349,6 +364,7 @@ class CacheCore:
         if not rec.done:
             rec.done = True
             self._end_prefetch(rec)
+            self._waited_no_more(rec.waits)
         return self._drops()
 
     def pin(
@@ -396,14 +412,18 @@ class CacheCore:
         self.operations.packed(op_id)
         return self._drops()
 
-    def finish(self, op_id: int, delivered: int, failed: bool = False) -> list[Op]:
+    def finish(
+        self, op_id: int, delivered: int, failed: bool = False, unwanted: bool = False
+    ) -> list[Op]:
         """An operation has ended with its first ``delivered`` parts done.
 
         A RESTORE that ends short without having ``failed`` found the source of its next part bad
         or missing: that copy is not offered again.  One that failed (a device, a medium, a lack
         of memory) says nothing of its source: the leases waiting settle for what arrived.
+        ``unwanted``: it ended short because it was ``unwanted``, which is no fault; who has come to
+        wait for it meanwhile plans again.
         """
-        run = self.operations.finish(op_id, delivered, failed=failed)
+        run = self.operations.finish(op_id, delivered, failed=failed, unwanted=unwanted)
         ops: list[Op] = []
         delivered = len(run.moves) if run.failed_at < 0 else run.failed_at
         for rec in [r for r in self.leases.values() if op_id in r.waits]:

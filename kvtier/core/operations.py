@@ -4,7 +4,7 @@ An operation holds copies (sources and targets), private device frames and live 
 lease: whoever goes away meanwhile leaves these behind, and they return here, exactly once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.core.copies import CPU, DISK, TIERS, Copy
@@ -139,6 +139,11 @@ class Operations:
         """Where each copy comes from that a running operation fills."""
         return {copy: m.part.source for m in self.running[op_id].moves for copy in m.targets}
 
+    def reads(self, op_ids: Iterable[int]) -> list[int]:
+        """Those that still read from the disk."""
+        found = [self.running[i].op for i in sorted(op_ids) if i in self.running]
+        return [op.id for op in found if any(part.source is Tier.DISK for part in op.parts)]
+
     # ------------------------------------------------------------------ endings
     def packed(self, op_id: int) -> None:
         """The device side of a PACK has been read: its sources may be reused."""
@@ -148,7 +153,9 @@ class Operations:
         for m in run.moves:
             self._release_sources(m)
 
-    def finish(self, op_id: int, delivered: int, *, failed: bool) -> Running:
+    def finish(
+        self, op_id: int, delivered: int, *, failed: bool, unwanted: bool = False
+    ) -> Running:
         """An operation has ended with its first ``delivered`` parts done."""
         run = self.running.pop(op_id)
         kind, moves = run.op.kind, run.moves
@@ -178,9 +185,9 @@ class Operations:
             tier = CPU if kind is OpKind.PACK else DISK
             if kind is OpKind.RESTORE and source is not None:
                 tier = source.tier
-                if not failed:
+                if not failed and not unwanted:
                     self._suspect(source)
-            self.residency.faults[tier] += 1
+            self.residency.faults[tier] += not unwanted
         for m in moves:
             if not run.packed:
                 self._release_sources(m)

@@ -363,8 +363,7 @@ class Restore:
     def give_up_disk(self, rec: LeaseRecord) -> bool:
         """Have a lease plan for what is nearer than the disk, and whether it may: not if it waits
         for nothing of the disk, nor while there is no other tail for it."""
-        awaited = (part for i in rec.waits for part in self.operations.running[i].op.parts)
-        if not any(part.source is Tier.DISK for part in awaited):
+        if not self.operations.reads(rec.waits):
             return False
         if rec.tail is not None and rec.tail.ops and not self.tails.states.free:
             return False

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any, Protocol
 
 from kvtier.core.ops import Op, OpKind
@@ -36,10 +37,12 @@ class Job:
         "_lock",
         "_packed",
         "_shares",
+        "begun",
         "deadline",
         "delivered",
         "early",
         "fences",
+        "heard",
         "late",
         "op",
         "staged",
@@ -63,6 +66,10 @@ class Job:
         """Parts before the first that failed so far."""
         self.late = late
         """What it has to run behind, and may not be queued yet."""
+        self.begun = 0
+        """Parts that tasks have taken on, from the front."""
+        self.heard = -inf
+        """When something was last read for it, on the monotonic clock."""
         self.early = False
         """It ends before its copies do."""
         self.staged = 0
@@ -86,6 +93,20 @@ class Job:
         with self._lock:
             if part < self.delivered:
                 self.delivered, self._error = part, error
+
+    def begin(self, start: int, stop: int) -> bool:
+        """A task takes these parts on.  False: there is no need any more."""
+        with self._lock:
+            if start >= self.delivered:
+                return False
+            self.begun = max(self.begun, stop)
+            return True
+
+    def drop(self, error: BaseException) -> None:
+        """Parts that no task has taken on are not delivered, because of ``error``."""
+        with self._lock:
+            if self.begun < self.delivered:
+                self.delivered, self._error = self.begun, error
 
     @property
     def error(self) -> BaseException | None:

@@ -44,7 +44,7 @@ from kvtier.data.streams import Lane, streams_for
 from kvtier.errors import CacheClosed
 from kvtier.kernels.pack import warmup
 from kvtier.layouts.base import Layout
-from kvtier.seams import Store
+from kvtier.seams import ReadDropped, Store
 from kvtier.types import Tier
 
 __all__ = ["DeviceTransfer"]
@@ -99,8 +99,8 @@ class DeviceTransfer:
         if where.type == "cuda":
             torch.cuda.synchronize(where)  # the pools were zeroed on the current stream
         self._causes: set[tuple[OpKind, str]] = set()
-        self._heard: dict[int, float] = {}
-        """RESTOREs under way, by number, and when they last got something from the store."""
+        self._reads: dict[int, Job] = {}
+        """RESTOREs from the store that are under way, by number."""
         self._open_ops = 0
         self._closing = False
         self._stopped = False
@@ -214,7 +214,12 @@ class DeviceTransfer:
             self._change_device(job)
 
     def heard_of(self, op_id: int) -> float:
-        return self._heard.get(op_id, -inf)
+        job = self._reads.get(op_id)
+        return -inf if job is None else job.heard
+
+    def drop(self, op_id: int) -> None:
+        if (job := self._reads.get(op_id)) is not None:
+            job.drop(ReadDropped("nobody waits for it any more"))
 
     def close(self) -> None:
         """Finish what was started, then stop all threads.  Idempotent.
@@ -255,6 +260,8 @@ class DeviceTransfer:
     def _start_restore(self, job: Job) -> None:
         parts = job.op.parts
         job.early = self._may_end_early(job.op)
+        if all(part.source is Tier.DISK for part in parts):
+            self._reads[job.op.id] = job
         start = 0
         for (source, kept), count in _runs(parts):
             stop = start + count
@@ -336,12 +343,12 @@ class DeviceTransfer:
         batch = job.op.parts[start:stop]
         over = threading.Event()
         try:
-            if start >= job.delivered:  # something before it has failed
+            if not job.begin(start, stop):  # something before it has failed
                 return
             with self._guard(job, start):
                 self._await_readers(batch)
                 places, good = reader.read(batch)
-                self._heard[job.op.id] = time.monotonic()
+                job.heard = time.monotonic()
                 if good < len(batch):
                     job.cut(start + good)
                     self._say(job.op, start + good, "missing or damaged record")
@@ -402,7 +409,7 @@ class DeviceTransfer:
             )
 
     def _op_ended(self, job: Job) -> None:
-        self._heard.pop(job.op.id, None)
+        self._reads.pop(job.op.id, None)
         if job.staged:
             self._staging.dismiss(job.staged)
         with self._lock:

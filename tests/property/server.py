@@ -92,6 +92,8 @@ class FakeServer:
         self.plane = FakePlane(self.geometry, self.disk)
         self.epochs: dict[int, int] = {}
         self.admitted: set[int] = set()
+        self.unwanted: set[int] = set()
+        """RESTOREs that may be cut short without its being a fault."""
         self.admitted_tokens = 0
         self.last = CacheStats()
         self.found = set(self.disk.records)
@@ -109,6 +111,8 @@ class FakeServer:
                 REACHED["restore from disk"] += any(p.source is Tier.DISK for p in op.parts)
                 REACHED["restore with via"] += any(p.via for p in op.parts)
         self.plane.start(ops, early=early)
+        self.unwanted.update(self.core.unwanted)
+        self.core.unwanted.clear()
         self.settle()
 
     def settle(self) -> None:
@@ -138,7 +142,10 @@ class FakeServer:
         n = self.plane.finish(op_id, delivered)
         REACHED[f"partial {op.kind.value}"] += n < len(op.parts)
         short = n < len(op.parts)
-        self.run(self.core.finish(op_id, n, short and not self.plane.bad_source))
+        failed = short and not self.plane.bad_source
+        unwanted = failed and op.kind is OpKind.RESTORE and op_id in self.unwanted
+        REACHED["left out what nobody waits for"] += unwanted
+        self.run(self.core.finish(op_id, n, failed and not unwanted, unwanted))
         for rec in waiting:
             if op_id < min(rec.waits, default=0) and rec.state is LeaseState.RESTORING:
                 REACHED["planned again"] += 1

@@ -850,6 +850,7 @@ EVERYWHERE = (
     "corrupted", "replayed", "expired", "pinned a checkpoint", "found bad by two",
     "tail lost to a failed step", "dearer to load than to compute", "restore in stages",
     "settled early", "settled early on something", "prefetch ended early", "drafted",
+    "left out what nobody waits for",
     "speculative step failed", "all drafts accepted", "no draft accepted",
     "rejected across a page end",
     "rejected from a page end on", "rejected across a window page", "captured what was rejected",

@@ -24,6 +24,7 @@ from kvtier.assembly import geometry_of
 from kvtier.core.leases import LeaseRecord
 from kvtier.core.machine import CacheCore
 from kvtier.core.ops import Kind, Op, OpKind
+from kvtier.data import transfer
 from kvtier.data.transfer import DeviceTransfer
 from kvtier.deadlines import Alarm
 from kvtier.layouts import Layout
@@ -737,6 +738,55 @@ def test_a_real_disk(read_s: float | None, loaded: bool, tmp_path: Path) -> None
         cache.check()
         assert cache.match([*tokens, 1]).tokens == 32 * PAGE
     assert not [t for t in threading.enumerate() if t.name == "kvtier-alarm" and _lives_on(t)]
+
+
+@pytest.mark.parametrize("way", ["release", "cancel", "settle"])
+def test_what_has_not_begun_to_be_read_is_left_out(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once nobody waits for it: the disk, and the pages, are there for others."""
+    monkeypatch.setattr(transfer, "READ_BYTES", 1)
+    monkeypatch.setattr(transfer, "LARGE_READ_BYTES", 1)
+    tokens, began = prompt_of(32), threading.Event()
+    read: list[Read] = []
+    sizes = config(gpu=128, cpu=128, io_threads=1)
+    store = SlowStore(tmp_path)
+    read_into = store.read_into
+
+    def noted(reads: Sequence[Read]) -> list[bool]:
+        read.extend(reads)
+        began.set()
+        return read_into(reads)
+
+    store.read_into = noted  # type: ignore[method-assign]
+    geometry = geometry_of(LAYOUT, sizes, store)
+    plane = DeviceTransfer(LAYOUT, geometry, device="cpu", store=store, config=sizes)
+    parts: dict[str, Any] = {"transfer": plane, "stores": {Tier.DISK: store}}
+    with kvtier.Cache(LAYOUT, sizes, model="m", **parts) as cache:
+        with cache.lease(tokens) as lease:
+            feed(cache, lease, tokens[lease.ready.result(60) :])
+        cache.flush().result(60)
+        for tier in (Tier.GPU, Tier.CPU):
+            cache.evict(tier, 999)
+        store.read_s = None
+        if way == "cancel":
+            found = cache.prefetch(tokens)
+            assert began.wait(60)
+            assert found.cancel()
+        else:
+            policy = RestorePolicy("timeout", timeout_s=0.05) if way == "settle" else None
+            with cache.lease(tokens, restore=policy) as lease:
+                assert began.wait(60)
+                assert way == "release" or lease.ready.result(60) == 0
+        store.go_on.set()
+        while cache._pump.running():
+            time.sleep(0.001)
+        assert len(read) == 1
+        assert cache.stats().tiers[Tier.DISK].faults == 0
+        cache.check()
+        store.read_s = 0.0
+        with cache.lease(tokens) as lease:
+            assert lease.ready.result(60) == 32 * PAGE
 
 
 def _lives_on(thread: threading.Thread) -> bool:

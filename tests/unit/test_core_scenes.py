@@ -956,6 +956,29 @@ def test_a_disk_opened_smaller_is_cut_to_size() -> None:
     assert len(small.disk.records) == 3
 
 
+def test_reads_that_nobody_waits_for_are_unwanted() -> None:
+    made = plain(gpu=16, cpu=16, disk=16)
+    made.serve([1, 2, 3, 4, 5, 6])
+    made.drain()
+    for tier in (Tier.GPU, Tier.CPU):
+        made.run(made.core.evict(tier, 16)[1])
+    one, two = (lease(made, [1, 2, 3, 4, 5, 6, 7]) for _ in range(2))
+    (read,) = [op for op in made.plane.live.values() if op.kind is OpKind.RESTORE]
+    made.run(made.core.release(one))
+    assert not made.unwanted, "another waits for it"
+    made.run(made.core.release(two))
+    assert made.unwanted == {read.id}
+    late = lease(made, [1, 2, 3, 4, 5, 6, 7])  # comes to wait for it all the same
+    assert late.waits == {read.id}
+    made.end(read.id, 1)
+    stats = made.core.stats().tiers[Tier.DISK]
+    assert (stats.faults, stats.quarantined) == (0, 0)
+    assert late.state is LeaseState.RESTORING, "it plans again for what was left out"
+    made.drain()
+    assert late.length == 6
+    assert [r.reason for r in made.core.explain(packed([1, 2, 3, 4, 5, 6, 7]))] == ["hit"] * 3
+
+
 def test_a_page_stays_known_while_its_checkpoint_is_read_from_disk() -> None:
     """I7: everything else of it may leave meanwhile."""
     made = tails(gpu=8, cpu=8, disk=8, gpu_checkpoints=1)

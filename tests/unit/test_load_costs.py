@@ -132,7 +132,7 @@ def run(pace: Pace, *ops: tuple[int, float], start: float = 0.0) -> float:
     for i, (frames, took) in enumerate(ops):
         pace.started(i, frames, start)
         start += took
-        pace.ended(i, start)
+        pace.ended(i, frames, start)
     return start
 
 
@@ -143,7 +143,7 @@ def test_pace_of_operations_that_queue() -> None:
         pace.started(i, 10, 0.0)
     for i in range(4):
         assert pace.ahead(2.0 * i)[0] == pytest.approx((4 - i) * (2.0 if i else 10.0))
-        pace.ended(i, 2.0 * (i + 1))
+        pace.ended(i, 10, 2.0 * (i + 1))
     assert pace.estimate() == (0.0, pytest.approx(0.2))
     assert pace.ahead(8.0) == (0.0, pytest.approx(0.2))
 
@@ -204,10 +204,19 @@ def test_speeds_tell_tiers_apart() -> None:
     device = op(3, (Tier.GPU, tail))
     for each in (host, disk, device):
         speeds.started(each, 0.0)
-    speeds.ended(host, 0.5)
-    speeds.ended(disk, 6.0)
-    speeds.ended(device, 9.0)
+    for each, at in ((host, 0.5), (disk, 6.0), (device, 9.0)):
+        speeds.ended(each, at, len(each.parts))
     assert speeds.costs(2.0, 10.0) == LoadCosts(2.0, 0.5, 2.0, 0.0, 0.0)
+
+
+def test_what_was_left_out_counts_for_no_speed() -> None:
+    part = Part(Kind.HISTORY, Tier.DISK, (0,), Tier.GPU, (0,))
+    speeds = Speeds(10**9, 3)
+    for number, tried in ((1, 2), (2, 0)):
+        op = Op(number, OpKind.RESTORE, (part,) * 8)
+        speeds.started(op, 10.0 * number)
+        speeds.ended(op, 10.0 * number + 4, tried)
+    assert speeds.costs(2.0, 30.0).disk_s == 2.0
 
 
 # --------------------------------------------------------------------------- deadlines
