@@ -15,17 +15,14 @@ from kvtier.kernels.mla import (
 )
 from kvtier.kernels.mla_sparse import mla_sparse, mla_sparse_materialised
 from kvtier.kernels.prefill import (
-    PrefillPlan,
-    Span,
     Workspace,
     check_budget,
     materialised,
     materialised_sdpa,
-    plan_chunks,
-    plan_of,
     row_bytes,
     workspace_rows,
 )
+from kvtier.kernels.prefill_plan import PrefillPlan, Span, plan_chunks, plan_of
 from kvtier.kernels.query import (
     head_norm_rope,
     inverse_rope,

@@ -6,7 +6,7 @@ merged afterwards, and writes results in the queries' type once the sequence's l
 Rope keys are one for all heads: scores are products of the parts with and without position, and
 keys are never joined.
 
-Which tiles there are, and what each is to meet, the host has planned (``prefill``).
+Which tiles there are, and what each is to meet, the host has planned (``prefill_plan``).
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtier.kernels.mla import HeadDims, PagedBatch
-from kvtier.kernels.prefill import (
-    DENSE,
-    Chunk,
-    PrefillPlan,
-    Project,
-    Results,
-    Workspace,
-    run_chunks,
-)
+from kvtier.kernels.prefill import DENSE, Project, Results, Workspace, run_chunks
+from kvtier.kernels.prefill_plan import Chunk, PrefillPlan
 from kvtier.kernels.records import RECORDS, Record
 from kvtier.kernels.triton_mla import LN2, LOG2E
 from kvtier.kernels.triton_write import adjacent, pool_of

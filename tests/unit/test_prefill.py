@@ -28,7 +28,8 @@ from kvtier.kernels import (
     workspace_rows,
 )
 from kvtier.kernels.pack import has_triton
-from kvtier.kernels.prefill import ENDS, GOES_ON, Chunk, Results, Tile
+from kvtier.kernels.prefill import Results
+from kvtier.kernels.prefill_plan import _PLANS, ENDS, GOES_ON, Chunk, Tile, plan_of
 from tests.unit.mla_cases import DIMS, MlaCase
 from tests.unit.test_kernels_mla import Live
 
@@ -205,13 +206,13 @@ class TestTiles:
 
     def test_made_once_a_batch_and_forgotten_with_it(self) -> None:
         batch = batch_of([(2, 5)], 4)
-        before = len(prefill._PLANS)
-        plan = prefill.plan_of(batch, 8)
-        assert prefill.plan_of(batch, 8) is plan
-        assert prefill.plan_of(batch, 4) is not plan
-        assert len(prefill._PLANS) == before + 1
+        before = len(_PLANS)
+        plan = plan_of(batch, 8)
+        assert plan_of(batch, 8) is plan
+        assert plan_of(batch, 4) is not plan
+        assert len(_PLANS) == before + 1
         del batch
-        assert len(prefill._PLANS) == before
+        assert len(_PLANS) == before
 
 
 def check(case: MlaCase, out: torch.Tensor, lse: torch.Tensor, atol: float = ATOL) -> None:
