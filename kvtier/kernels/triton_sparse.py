@@ -101,7 +101,7 @@ def sparse_attend(
             num_warps=8,
         )
         _join[(count * heads,)](
-            parts, part_lse, rows, splits, sink, low, out, lse, heads, SPLITS=SPLITS, DIM=dim
+            parts, part_lse, rows, splits, sink, low, out, lse, heads, SPLITS=SPLITS, WIDTH=dim
         )
     return out, lse
 
@@ -140,8 +140,12 @@ def join(
     what each of ``splits`` parts found: (splits * n * heads, 512) means of values and natural
     log-sum-exps, -inf where the means are not written."""
     heads, rows = out.shape[1], lse.numel()
-    block = triton.next_power_of_2(splits)
-    _join[(rows,)](parts, part_lse, rows, splits, sink, 0, out, lse, heads, SPLITS=block, DIM=DIM)
+    pieces = 4 if rows <= 512 else 1  # few rows: more programs
+    _join[(rows, pieces)](
+        *(parts, part_lse, rows, splits, sink, 0, out, lse, heads),
+        SPLITS=triton.next_power_of_2(splits),
+        WIDTH=DIM // pieces,
+    )
 
 
 @triton.jit
@@ -285,9 +289,10 @@ def _attend(
 )
 def _join(
     parts, part_lse, rows_a_part, splits, sink, low, out, lse, heads,
-    SPLITS: tl.constexpr, DIM: tl.constexpr,
+    SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One head of one query, of its parts; the sink has its share of the denominator."""
+    """Some values of one head of one query, of its parts; the sink has its share of the
+    denominator."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     there = split < splits
@@ -300,11 +305,12 @@ def _join(
     total = tl.sum(weights, axis=0)
     held = widened(tl.load(sink + row % heads))
     share = tl.where(none, 0.0, 1.0 / (total + tl.exp(held - most)))
-    at = tl.arange(0, DIM)
+    at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     found = each > float("-inf")
-    values = tl.load(parts + part[:, None] * DIM + at[None, :], mask=found[:, None], other=0.0)
+    values = tl.load(parts + part[:, None] * 512 + at[None, :], mask=found[:, None], other=0.0)
     mean = tl.sum(values * weights[:, None], axis=0) * share
     row += low * heads
-    tl.store(out + row * DIM + at, cast(mean, out.dtype.element_ty))
+    tl.store(out + row * 512 + at, cast(mean, out.dtype.element_ty))
     sums = most + tl.log(tl.where(none, 1.0, total))
-    tl.store(lse + row, tl.where(none, float("-inf"), sums))
+    if tl.program_id(1) == 0:
+        tl.store(lse + row, tl.where(none, float("-inf"), sums))
