@@ -106,7 +106,8 @@ class Case:
         finite = want[1].isfinite()
         assert torch.equal(lse.isfinite(), finite)
         assert lse[~finite].eq(-INF).all() and out[~finite].eq(0).all()
-        assert not finite.any() or (lse - want[1])[finite].abs().max() < 2e-5
+        off = (lse - want[1]).abs() / want[1].abs().clamp(min=1)
+        assert not finite.any() or off[finite].max() < 2e-5
 
 
 def _moved(x: Tensor, device: str) -> Tensor:
@@ -187,12 +188,10 @@ class TestAgainstTheReference:
         assert out.isfinite().all()
 
     def test_scores_that_grow_and_fall(self, parts: Callable[[int], None]) -> None:
-        """The largest score moves between tiles by more than float32 holds of 2^x."""
+        """The largest score of a tile is often hundreds below that of the one before."""
         parts(1)
-        case = Case(1, 2, 128, 192)
-        at = torch.cat((case.lists[0][0].unique(), case.lists[1][0].unique()))
-        assert len(at) > 100
-        case.query *= 40
+        case = Case(1, 4, 128, 192)
+        case.query *= 400
         case.check(case.run(), case.expected())
 
     def test_a_window_alone(self, parts: Callable[[int], None]) -> None:
@@ -229,7 +228,8 @@ class TestWhatChangesNothing:
         wide = case.run(extra_slots=listed.to(DEVICE))
         assert torch.equal(wide[0], out) and torch.equal(wide[1], lse)
 
-    def test_the_other_queries(self) -> None:
+    def test_the_other_queries(self, parts: Callable[[int], None]) -> None:
+        parts(2)
         case = Case(3, 3, 128, 100)
         out, lse = case.run()
         for name in ("window_slots", "extra_slots"):
