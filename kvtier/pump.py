@@ -440,10 +440,10 @@ class Pump:
             self._drop_unwanted()
 
     def _drop_unwanted(self) -> None:
-        unwanted = self._core.unwanted
-        if unwanted and isinstance(self.transfer, DropsReads):
-            self._outcomes += [partial(self.transfer.drop, op_id) for op_id in unwanted]
-        unwanted.clear()
+        if unwanted := self._core.unwanted:
+            if isinstance(self.transfer, DropsReads):
+                self._outcomes += [partial(self.transfer.drop, op_id) for op_id in unwanted]
+            unwanted.clear()
 
     def _take_all_back(self) -> None:
         for lease in list(self._core.leases.values()):

@@ -227,7 +227,7 @@ class CacheCore:
         is no other state slot than the one that is still being written.  ``hung``: it is a fault
         of the disk, and counted."""
         ops: list[Op] = []
-        awaited = set(rec.waits)
+        awaited = rec.waits
         if isinstance(rec, PrefetchRecord):
             if settles := not rec.done:
                 self.restore.settle_prefetch(rec)
@@ -309,7 +309,7 @@ class CacheCore:
         if rec.state is LeaseState.RELEASED:
             return []
         self.writing.return_captures(rec)
-        awaited = set(rec.waits)
+        awaited = rec.waits
         ends = rec.write and rec.state is LeaseState.ACTIVE
         ops = self.lower.turn_end(rec.nodes) if ends else []
         self.parking.drop(rec)
