@@ -3,11 +3,10 @@
 The references in plain torch are public: they say what every other backend must do.
 """
 
+from kvtier.kernels.case import Case, Load
 from kvtier.kernels.compress import ClosedEntries, compress
 from kvtier.kernels.fused import compress_write, index_query, write_latent, write_normed
 from kvtier.kernels.index import index_topk
-from kvtier.kernels.kernel import Case, Kernel
-from kvtier.kernels.measured import Load
 from kvtier.kernels.mla import (
     HeadDims,
     PagedBatch,
@@ -43,7 +42,7 @@ from kvtier.kernels.slots import (
     window_slots,
 )
 from kvtier.kernels.sparse import apply_sink, sparse_attend
-from kvtier.kernels.table import OPERATIONS, choices, select, select_all, table
+from kvtier.kernels.table import OPERATIONS, Kernel, choices, select, select_all, table
 
 __all__ = [
     "OPERATIONS",

@@ -17,30 +17,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Figures", "Load", "device_name", "fastest", "figures"]
+from kvtier.kernels.case import Case, Load
+
+__all__ = ["Figures", "device_name", "fastest", "figures"]
 
 FILES = ("measured_h200.json",)
 SIZES = ("batch", "queries", "heads", "keys")
 """What a row of a case begins with; backends' times follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How much one call has to do: what it takes depends on that."""
-
-    batch: int
-    """Sequences; queries, where each has a list of keys of its own."""
-    heads: int
-    keys: int
-    """Of a sequence, on average; those that a captured graph has room for; slots of a list."""
-    queries: int = 1
-    """Tokens of each sequence, at most."""
-    page_tokens: int = 64
-    captured: bool = False
-    """Whether it is captured in a graph, with lengths that will change."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Figures:
     """What was measured of one case on one device."""
 
@@ -79,54 +65,35 @@ def _name(device: int) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def figures(
-    operation: str, record: str, dims: tuple[int, ...], dtype: torch.dtype, device: str | None
-) -> Figures | None:
-    """What is known of a case on a device of that name; None: nothing."""
-    return _shipped().get((device or "", operation, record, dims, str(dtype)))
+def figures(case: Case) -> Figures | None:
+    """What is known of a case on the current device; None: nothing."""
+    return _shipped().get((device_name(), case))
 
 
 @lru_cache(maxsize=4096)
-def fastest(
-    operation: str,
-    record: str,
-    dims: tuple[int, ...],
-    dtype: torch.dtype,
-    device: str | None,
-    load: Load,
-    backends: frozenset[str],
-) -> str | None:
-    """The fastest of ``backends``, all of them right, at the measured size that is nearest to
-    ``load``; None where nothing is known of any of them there."""
-    known = figures(operation, record, dims, dtype, device)
-    if known is None:
-        return None
+def fastest(known: Figures, load: Load, backends: frozenset[str]) -> str | None:
+    """The fastest right one of ``backends`` at the measured size that is nearest to ``load``; None
+    where nothing is known of any of them there."""
     times = known.nearest(load, backends & known.checked)
     return min(times, key=lambda name: (times[name], name)) if times else None
 
 
 @cache
-def _shipped() -> Mapping[tuple[Any, ...], Figures]:
+def _shipped() -> Mapping[tuple[str | None, Case], Figures]:
     found = {}
     for name in FILES:
         document = json.loads(Path(__file__).with_name(name).read_text())
-        for case in document["cases"]:
-            key = (
-                document["device"],
-                case["operation"],
-                case["record"],
-                tuple(case["dims"]),
-                f"torch.{case['dtype']}",
-            )
-            found[key] = _read(case)
+        for told in document["cases"]:
+            dims, dtype = tuple(told["dims"]), getattr(torch, told["dtype"])
+            case = Case(told["operation"], told["record"], dims, dtype, "cuda")
+            found[document["device"], case] = _read(told)
     return found
 
 
-def _read(case: Mapping[str, Any]) -> Figures:
-    columns = case["columns"]
+def _read(told: Mapping[str, Any]) -> Figures:
     times = {}
-    for row in case["rows"]:
-        values = dict(zip(columns, row, strict=True))
+    for row in told["rows"]:
+        values = dict(zip(told["columns"], row, strict=True))
         load = Load(**{name: values.pop(name) for name in SIZES})
         times[load] = {backend: us for backend, us in values.items() if us is not None}
-    return Figures(times, frozenset(case["checked"]))
+    return Figures(times, frozenset(told["checked"]))

@@ -1,11 +1,11 @@
 """The rows of the kernel table: which backend runs which operation on what, in order of preference.
 
-Data only; ``table`` picks from it.  The first row that lists a case and is available is the
+Data only; ``table`` picks from it.  Of the rows that list a case the first that is available is the
 automatic choice, as far as no measured times say otherwise.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,9 +23,9 @@ from kvtier.kernels import (
     records,
     reference,
 )
+from kvtier.kernels.case import Case, Dims
 from kvtier.kernels.compress import compress
 from kvtier.kernels.index import index_topk
-from kvtier.kernels.kernel import Case, Dims
 from kvtier.kernels.mla_sparse import mla_sparse, mla_sparse_materialised
 from kvtier.kernels.sparse import sparse_attend
 
@@ -54,6 +54,10 @@ OPERATIONS = (
 no log-sum-exp is asked of it."""
 
 
+def _nothing() -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """What one backend runs, and what it asks for."""
@@ -72,17 +76,9 @@ class Row:
     page_tokens: int = 1
     """Pages it reads hold a multiple of so many tokens."""
     captures: bool = True
-    """Whether a captured graph may hold it whose lengths change; no reference may be held."""
-    missing: Callable[[], str] | None = None
-    """Why it cannot run here, empty if it can; None: as the backend's others."""
-
-    def why_missing(self) -> str:
-        """Why it cannot run here; empty if it can."""
-        if self.missing is not None:
-            return self.missing()
-        if self.backend == "triton" and not pack.has_triton():
-            return "triton is not installed"
-        return ""
+    """Whether a captured graph may hold it whose lengths change."""
+    missing: Callable[[], str] = _nothing
+    """Why it cannot run here; empty if it can."""
 
     def lists(self, case: Case) -> bool:
         """Whether it is for this case, here or elsewhere."""
@@ -99,38 +95,29 @@ _FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 _BF16 = frozenset({torch.bfloat16})
 _SINGLES = _HALVES | {torch.float32}
-_ANY = frozenset({"cpu", "cuda"})
 _CODES = frozenset({torch.uint8})
 """What ``index_query`` makes of queries for packed keys."""
+
+_ANY = frozenset({"cpu", "cuda"})
 _CUDA = frozenset({"cuda"})
+
 _ABSORBED = frozenset({(576, 512)})
 _WHOLE = frozenset({(192, 128)})
-_V4_ROWS = frozenset({(128,), (512,)})
-"""An indexer's key; an entry, or what a window keeps of a token."""
-
-_V4_HEADS = frozenset({(512,)})
-_LATENT_ROWS = frozenset({(576,)})
-_PLAIN_ROWS = _V4_ROWS | _LATENT_ROWS
-"""What plain rows may be written as records."""
+_LATENT = frozenset({(576,)})
+_INDEX_KEY = frozenset({(128,)})
+_V4_ENTRY = frozenset({(512,)})
+"""An entry, or what a window keeps of a token."""
+_V4 = _INDEX_KEY | _V4_ENTRY
 
 _DENSE = "dense"
-_INDEX_RECORDS = (_DENSE, "index_fp8", "index_mxfp4")
+_PACKED_KEYS = ("index_fp8", "index_mxfp4")
 _LATENT_RECORDS = (_DENSE, "mla_fp8")
-_V4_RECORDS = (_DENSE, "v4_fp8", "index_fp8", "index_mxfp4")
+_ENTRY_RECORDS = (_DENSE, "v4_fp8")
+_V4_RECORDS = (*_ENTRY_RECORDS, *_PACKED_KEYS)
 
 
-def _triton(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module of triton kernels, which is imported when it is first called."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        found = importlib.import_module(f"kvtier.kernels.triton_{module}")
-        return getattr(found, name)(*args, **kwargs)
-
-    return run
-
-
-def _hopper(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module of kernels for H100 and H200, imported when it is first called."""
+def _lazy(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module of kernels, which is imported when it is first called."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return getattr(importlib.import_module(f"kvtier.kernels.{module}"), name)(*args, **kwargs)
@@ -138,50 +125,114 @@ def _hopper(module: str, name: str) -> Callable[..., Any]:
     return run
 
 
-def _hopper_missing() -> str:
-    if not pack.has_triton():
-        return "triton is not installed"
+def _no_triton() -> str:
+    return "" if pack.has_triton() else "triton is not installed"
+
+
+def _no_hopper() -> str:
+    if missing := _no_triton():
+        return missing
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return "the kernel needs an H100 or H200"
     return ""
 
 
-def _dims(record: records.Record) -> frozenset[Dims] | None:
-    return None if record.dim is None else frozenset({(record.dim,)})
+def _reference(
+    operation: str,
+    record: str,
+    run: Callable[..., Any],
+    dims: frozenset[Dims] | None = None,
+    dtypes: frozenset[torch.dtype] = _FLOATS,
+    *,
+    backend: str = "torch",
+) -> Row:
+    """Asks the device, or goes by lengths of the host: a captured graph can do neither."""
+    return Row(operation, record, backend, run, dims, dtypes, _ANY, captures=False)
+
+
+def _triton(
+    operation: str,
+    record: str,
+    run: tuple[str, str],
+    dims: frozenset[Dims],
+    dtypes: frozenset[torch.dtype],
+    *,
+    by_name: bool = False,
+) -> Row:
+    """``run``: a module's name behind "triton_", and the function's."""
+    module, name = run
+    return Row(
+        operation,
+        record,
+        "triton",
+        _lazy(f"triton_{module}", name),
+        dims,
+        dtypes,
+        _CUDA,
+        by_name=by_name,
+        missing=_no_triton,
+    )
+
+
+def _flashmla(
+    operation: str,
+    record: str,
+    run: Callable[..., Any],
+    call: str,
+    dims: frozenset[Dims],
+    dtypes: frozenset[torch.dtype] = _BF16,
+    *,
+    page_tokens: int = 1,
+) -> Row:
+    """``call``: the library's function that it needs."""
+    return Row(
+        operation,
+        record,
+        "flashmla",
+        run,
+        dims,
+        dtypes,
+        _CUDA,
+        by_name=True,
+        page_tokens=page_tokens,
+        missing=partial(flashmla.missing, call),
+    )
+
+
+def _pairs(
+    operation: str,
+    names: tuple[str, ...],
+    run: tuple[str, str],
+    reference: Callable[..., Any],
+    plain: frozenset[Dims],
+    *,
+    more: frozenset[torch.dtype] = frozenset(),
+    by_name: bool = False,
+) -> Iterator[Row]:
+    """Triton's kernel and the reference, of each of these records.
+
+    ``plain``: the kernel's dimensions where a record leaves them open; ``more``: element types
+    besides the usual ones.
+    """
+    for name in names:
+        dim = records.RECORDS[name].dim
+        dims = None if dim is None else frozenset({(dim,)})
+        yield _triton(operation, name, run, dims or plain, _SINGLES | more, by_name=by_name)
+        yield _reference(operation, name, reference, dims, _FLOATS | more)
 
 
 ROWS: tuple[Row, ...] = (
-    # The first available row that lists a case is the automatic choice.
-    Row(
-        "write_rows",
-        _DENSE,
-        "triton",
-        _triton("write", "write_rows"),
-        frozenset({(576,)}),
-        _FLOATS,
-        _CUDA,
-    ),
-    Row("write_rows", _DENSE, "torch", reference.write_rows, None, _FLOATS, _ANY),
-    Row(
+    _triton("write_rows", _DENSE, ("write", "write_rows"), _LATENT, _FLOATS),
+    _reference("write_rows", _DENSE, reference.write_rows),
+    _triton("mla_absorbed", _DENSE, ("mla", "absorbed"), _ABSORBED, _HALVES),
+    _flashmla(
         "mla_absorbed",
         _DENSE,
-        "triton",
-        _triton("mla", "absorbed"),
-        _ABSORBED,
-        _HALVES,
-        _CUDA,
-    ),
-    Row(
-        "mla_absorbed",
-        _DENSE,
-        "flashmla",
         flashmla.absorbed,
+        "dense_decode_fwd",
         _ABSORBED,
         _HALVES,
-        _CUDA,
-        by_name=True,
         page_tokens=flashmla.PAGE_TOKENS,
-        missing=partial(flashmla.missing, "dense_decode_fwd"),
     ),
     Row(
         "mla_absorbed",
@@ -195,182 +246,79 @@ ROWS: tuple[Row, ...] = (
         captures=False,
         missing=flashinfer.missing,
     ),
-    Row("mla_absorbed", _DENSE, "torch", mla.absorbed, None, _FLOATS, _ANY),
-    Row(
-        "mla_absorbed",
-        "mla_fp8",
-        "triton",
-        _triton("mla", "absorbed"),
-        _ABSORBED,
-        _BF16,
-        _CUDA,
-        by_name=True,
-    ),
-    Row("mla_absorbed", "mla_fp8", "torch", mla.absorbed, _ABSORBED, _FLOATS, _ANY),
+    _reference("mla_absorbed", _DENSE, mla.absorbed),
+    _triton("mla_absorbed", "mla_fp8", ("mla", "absorbed"), _ABSORBED, _BF16, by_name=True),
+    _reference("mla_absorbed", "mla_fp8", mla.absorbed, _ABSORBED),
     *(
         row
         for record, dtypes in zip(_LATENT_RECORDS, (_HALVES, _BF16), strict=True)
         for row in (
-            Row(
+            _triton(
                 "mla_materialised",
                 record,
-                "triton",
-                _triton("prefill", "materialised"),
+                ("prefill", "materialised"),
                 _WHOLE,
                 dtypes,
-                _CUDA,
                 by_name=True,
             ),
-            Row("mla_materialised", record, "torch", prefill.materialised, None, _FLOATS, _ANY),
-            Row(
-                "mla_materialised_whole",
-                record,
-                "sdpa",
-                prefill.materialised_sdpa,
-                None,
-                _FLOATS,
-                _ANY,
-            ),
+            _reference("mla_materialised", record, prefill.materialised),
+            _reference("mla_materialised_whole", record, prefill.materialised_sdpa, backend="sdpa"),
         )
     ),
-    Row("merge", _DENSE, "torch", reference.merge, None, _FLOATS, _ANY),
-    Row("compress", _DENSE, "torch", compress, None, _FLOATS, _ANY),
-    *(
-        Row(
-            operation,
-            record,
-            "triton",
-            _triton(module, name),
-            _dims(records.RECORDS[record]) or plain,
-            _SINGLES,
-            _CUDA,
-        )
-        for operation, module, name, plain, of in (
-            ("write_record", "write", "write_records", _PLAIN_ROWS, tuple(records.RECORDS)),
-            ("write_normed", "write", "write_normed", _V4_ROWS, _V4_RECORDS),
-            ("compress_write", "compress", "compress_write", _V4_ROWS, _V4_RECORDS),
-            ("head_norm_rope", "query", "head_norm_rope", _V4_ROWS, (_DENSE,)),
-            ("inverse_rope", "query", "inverse_rope", _V4_ROWS, (_DENSE,)),
-            ("index_query", "query", "index_query", _V4_ROWS, _INDEX_RECORDS),
-        )
-        for record in of
-    ),
-    # Not measured, and its norms are not the models' own to the last bit.
-    *(
-        Row(
-            "write_latent",
-            record,
-            "triton",
-            _triton("write", "write_latent"),
-            _LATENT_ROWS,
-            _SINGLES,
-            _CUDA,
-            by_name=True,
-        )
-        for record in _LATENT_RECORDS
-    ),
+    _triton("mla_sparse", _DENSE, ("mla_sparse", "mla_sparse"), _ABSORBED, _HALVES),
+    _flashmla("mla_sparse", _DENSE, flashmla.mla_sparse, "sparse_prefill_fwd", _ABSORBED),
+    _reference("mla_sparse", _DENSE, mla_sparse),
+    _triton("mla_sparse", "mla_fp8", ("mla_sparse", "mla_sparse"), _ABSORBED, _BF16),
+    _flashmla("mla_sparse", "mla_fp8", flashmla.mla_sparse, "sparse_decode_fwd", _ABSORBED),
+    _reference("mla_sparse", "mla_fp8", mla_sparse, _ABSORBED),
+    _reference("mla_sparse_materialised", _DENSE, mla_sparse_materialised),
+    _reference("mla_sparse_materialised", "mla_fp8", mla_sparse_materialised),
+    _triton("sparse_attend", _DENSE, ("sparse", "sparse_attend"), _V4_ENTRY, _SINGLES),
+    _reference("sparse_attend", _DENSE, sparse_attend),
     # Not measured, nor run on a device.
     Row(
         "sparse_attend",
         "v4_fp8",
         "gluon",
-        _hopper("gluon_sparse", "sparse_attend"),
-        frozenset({(512,)}),
+        _lazy("gluon_sparse", "sparse_attend"),
+        _V4_ENTRY,
         _BF16,
         _CUDA,
         by_name=True,
-        missing=_hopper_missing,
+        missing=_no_hopper,
     ),
-    *(
-        Row(
-            "sparse_attend",
-            record,
-            "triton",
-            _triton("sparse", "sparse_attend"),
-            frozenset({(512,)}),
-            _SINGLES,
-            _CUDA,
-        )
-        for record in (_DENSE, "v4_fp8")
+    _triton("sparse_attend", "v4_fp8", ("sparse", "sparse_attend"), _V4_ENTRY, _SINGLES),
+    _flashmla("sparse_attend", "v4_fp8", flashmla.sparse_attend, "sparse_decode_fwd", _V4_ENTRY),
+    _reference("sparse_attend", "v4_fp8", sparse_attend, _V4_ENTRY),
+    _reference("merge", _DENSE, reference.merge),
+    _reference("compress", _DENSE, compress),
+    *_pairs(
+        "write_record",
+        tuple(records.RECORDS),
+        ("write", "write_records"),
+        records.write_records,
+        _V4 | _LATENT,
     ),
-    *(
-        Row(
-            "index_topk",
-            record,
-            "triton",
-            _triton("index", "index_topk"),
-            frozenset({(128,)}),
-            _SINGLES if record == _DENSE else _SINGLES | _CODES,
-            _CUDA,
-        )
-        for record in _INDEX_RECORDS
+    *_pairs("write_normed", _V4_RECORDS, ("write", "write_normed"), fused.write_normed, _V4),
+    # Not measured, and its norms are not the models' own to the last bit.
+    *_pairs(
+        "write_latent",
+        _LATENT_RECORDS,
+        ("write", "write_latent"),
+        fused.write_latent,
+        _LATENT,
+        by_name=True,
     ),
-    *(
-        Row(
-            "mla_sparse",
-            record,
-            "triton",
-            _triton("mla_sparse", "mla_sparse"),
-            _ABSORBED,
-            dtypes,
-            _CUDA,
-        )
-        for record, dtypes in zip(_LATENT_RECORDS, (_HALVES, _BF16), strict=True)
+    *_pairs(
+        "compress_write", _V4_RECORDS, ("compress", "compress_write"), fused.compress_write, _V4
     ),
-    *(
-        Row(
-            operation,
-            record,
-            "flashmla",
-            run,
-            dims,
-            _BF16,
-            _CUDA,
-            by_name=True,
-            missing=partial(flashmla.missing, call),
-        )
-        for operation, record, run, dims, call in (
-            ("mla_sparse", _DENSE, flashmla.mla_sparse, _ABSORBED, "sparse_prefill_fwd"),
-            ("mla_sparse", "mla_fp8", flashmla.mla_sparse, _ABSORBED, "sparse_decode_fwd"),
-            ("sparse_attend", "v4_fp8", flashmla.sparse_attend, _V4_HEADS, "sparse_decode_fwd"),
-        )
+    *_pairs("head_norm_rope", (_DENSE,), ("query", "head_norm_rope"), query.head_norm_rope, _V4),
+    *_pairs("inverse_rope", (_DENSE,), ("query", "inverse_rope"), query.inverse_rope, _V4),
+    *_pairs(
+        "index_query", (_DENSE, *_PACKED_KEYS), ("query", "index_query"), fused.index_query, _V4
     ),
-    *(
-        Row("mla_sparse", record, "torch", mla_sparse, dims, _FLOATS, _ANY)
-        for record, dims in zip(_LATENT_RECORDS, (None, _ABSORBED), strict=True)
-    ),
-    *(
-        Row(
-            "mla_sparse_materialised", record, "torch", mla_sparse_materialised, None, _FLOATS, _ANY
-        )
-        for record in _LATENT_RECORDS
-    ),
-    *(
-        Row(operation, _DENSE, "torch", run, None, _FLOATS, _ANY)
-        for operation, run in (
-            ("head_norm_rope", query.head_norm_rope),
-            ("inverse_rope", query.inverse_rope),
-        )
-    ),
-    *(
-        Row(
-            operation,
-            record.name,
-            "torch",
-            run,
-            _dims(record),
-            _FLOATS | _CODES if operation == "index_topk" and record.planes else _FLOATS,
-            _ANY,
-        )
-        for operation, run, names in (
-            ("index_query", fused.index_query, _INDEX_RECORDS),
-            ("write_normed", fused.write_normed, _V4_RECORDS),
-            ("write_latent", fused.write_latent, _LATENT_RECORDS),
-            ("compress_write", fused.compress_write, _V4_RECORDS),
-            ("write_record", records.write_records, tuple(records.RECORDS)),
-            ("index_topk", index_topk, _INDEX_RECORDS),
-            ("sparse_attend", sparse_attend, (_DENSE, "v4_fp8")),
-        )
-        for record in map(records.RECORDS.__getitem__, names)
+    *_pairs("index_topk", (_DENSE,), ("index", "index_topk"), index_topk, _INDEX_KEY),
+    *_pairs(
+        "index_topk", _PACKED_KEYS, ("index", "index_topk"), index_topk, _INDEX_KEY, more=_CODES
     ),
 )

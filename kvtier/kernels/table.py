@@ -1,4 +1,4 @@
-"""Which backend runs which operation: one listed table, and the only way to pick from it.
+"""Which backend runs which operation: the only way to pick from the listed rows.
 
 A row names an operation, the record format its rows have, dimensions, element types and devices.
 What no row names raises; nothing picks "the closest" kernel.  The ``torch`` rows are the reference
@@ -10,8 +10,8 @@ is passed over, unless its results were checked when it was timed.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,10 +19,50 @@ import torch
 
 from kvtier.errors import ConfigError
 from kvtier.kernels import measured
-from kvtier.kernels.kernel import Case, Kernel
+from kvtier.kernels.case import Case, Load
 from kvtier.kernels.rows import OPERATIONS, ROWS, Row
 
-__all__ = ["OPERATIONS", "choices", "select", "select_all", "table"]
+__all__ = ["OPERATIONS", "Kernel", "choices", "select", "select_all", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What a case was answered with: a backend, and what to call."""
+
+    backend: str
+    run: Callable[..., Any]
+    page_tokens: int = 1
+    """Pages it reads hold a multiple of so many tokens."""
+    captures: bool = True
+    """Whether a captured graph may hold it whose lengths change."""
+    rivals: tuple["Kernel", ...] = field(default=(), repr=False)
+    """All that may run the case, this one first, where measured times say which is the fastest of
+    a load; empty where there is nothing to choose."""
+    figures: measured.Figures | None = field(default=None, repr=False)
+    """The times that rivals are chosen by."""
+
+    @property
+    def variants(self) -> tuple["Kernel", ...]:
+        """All that ``for_load`` may answer."""
+        return self.rivals or (self,)
+
+    def for_load(self, load: Load) -> "Kernel":
+        """The fastest right one for this much work, on the device that it was selected for.
+
+        The same answer for the same load, so it may be asked once a step, or once a captured
+        graph: a graph runs what it was captured with.
+        """
+        if self.figures is None:
+            return self
+        able = {
+            rival.backend: rival
+            for rival in self.rivals
+            if load.page_tokens % rival.page_tokens == 0 and (rival.captures or not load.captured)
+        }
+        fastest = measured.fastest(self.figures, load, frozenset(able))
+        if fastest is not None:
+            return able[fastest]
+        return next(iter(able.values()), self)
 
 
 def table() -> list[dict[str, str]]:
@@ -39,7 +79,7 @@ def table() -> list[dict[str, str]]:
             "dtype": " ".join(sorted(str(d).removeprefix("torch.") for d in row.dtypes)),
             "device": " ".join(sorted(row.devices)),
             "backend": row.backend,
-            "available": row.why_missing() or "yes",
+            "available": row.missing() or "yes",
         }
         for row in ROWS
     ]
@@ -59,14 +99,14 @@ def select(case: Case, *, backend: str = "auto") -> Kernel:
         if able := _automatic(case):
             return _kernel(case, able)
         if listed:
-            raise ConfigError(f"no backend for {case}: {listed[0].why_missing()}")
+            raise ConfigError(f"no backend for {case}: {listed[0].missing()}")
         raise ConfigError(f"no backend lists {case}")
     listed = [row for row in listed if row.backend == backend]
     if not listed:
         known = sorted({row.backend for row in ROWS})
         what = "does not list" if backend in known else f"is unknown ({known}), so not for"
         raise ConfigError(f"backend {backend!r} {what} {case}")
-    if missing := listed[0].why_missing():
+    if missing := listed[0].missing():
         raise ConfigError(f"backend {backend!r} for {case}: {missing}")
     return _kernel(case, listed[:1])
 
@@ -125,8 +165,8 @@ def choices(device: str) -> list[dict[str, Any]]:
                 "dtype": str(dtype).removeprefix("torch."),
                 "chosen": able[0].backend if able else None,
                 "why": _why(case, able),
-                "available": [row.backend for row in listed if not row.why_missing()],
-                "missing": {row.backend: row.why_missing() for row in listed if row.why_missing()},
+                "available": [row.backend for row in listed if not row.missing()],
+                "missing": {row.backend: row.missing() for row in listed if row.missing()},
             }
         )
     return told
@@ -136,7 +176,7 @@ def _why(case: Case, able: list[Row]) -> str:
     if not able:
         return "nothing is available"
     names = [row.backend for row in able]
-    known = measured.figures(*case.key, measured.device_name())
+    known = measured.figures(case)
     if len(names) == 1:
         return "the only one"
     if known is None or not known.checked.intersection(names):
@@ -149,10 +189,10 @@ def _why(case: Case, able: list[Row]) -> str:
 
 def _automatic(case: Case) -> list[Row]:
     """Available rows that list the case and may be taken unasked, in order of preference."""
-    able = [row for row in ROWS if row.lists(case) and not row.why_missing()]
+    able = [row for row in ROWS if row.lists(case) and not row.missing()]
     if len(able) < 2:
         return [row for row in able if not row.by_name]
-    known = measured.figures(*case.key, measured.device_name())
+    known = measured.figures(case)
     if known is None:
         return [row for row in able if not row.by_name]
     # What was timed and not found right is not taken, whatever its place.
@@ -165,11 +205,8 @@ def _automatic(case: Case) -> list[Row]:
 
 def _kernel(case: Case, rows: list[Row]) -> Kernel:
     """The first of ``rows``, with the others as rivals where there are times to go by."""
-    kernels = []
-    for row in rows:
-        # References ask the device, or go by lengths of the host; a captured graph can do neither.
-        captures = row.captures and row.backend not in ("torch", "sdpa")
-        kernels.append(Kernel(row.backend, row.run, row.page_tokens, captures))
-    if len(kernels) == 1 or measured.figures(*case.key, measured.device_name()) is None:
+    kernels = tuple(Kernel(row.backend, row.run, row.page_tokens, row.captures) for row in rows)
+    known = measured.figures(case)
+    if len(kernels) == 1 or known is None:
         return kernels[0]
-    return replace(kernels[0], rivals=tuple(kernels), case=case)
+    return replace(kernels[0], rivals=kernels, figures=known)

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from kvtier import Cache, CacheConfig, ConfigError
-from kvtier.kernels import Load, absorbed, measured
+from kvtier.kernels import Case, Load, absorbed, measured
 from kvtier.kernels.measured import Figures
 from kvtier_deepseek import attach, layout_for
 from kvtier_deepseek.family import load_of, variants_of
@@ -24,7 +23,7 @@ HEADS = 4
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Two more kernels of absorbed attention: "small" is the faster one of few sequences, "large"
     of many."""
     made: Counter[str] = Counter()
@@ -48,15 +47,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         Load(1, HEADS, 16): {"small": 1.0, "large": 2.0},
         Load(8, HEADS, 16): {"small": 9.0, "large": 3.0},
     }
-    key = ("here", "mla_absorbed", "dense", dims, "torch.float32")
+    case = Case("mla_absorbed", "dense", dims, torch.float32, "cpu")
+    known = {("here", case): Figures(times, frozenset({"small", "large"}))}
     monkeypatch.setattr(TABLE, "ROWS", (*rows, *TABLE.ROWS))
-    monkeypatch.setattr(
-        measured, "_shipped", lambda: {key: Figures(times, frozenset({"small", "large"}))}
-    )
+    monkeypatch.setattr(measured, "_shipped", lambda: known)
     monkeypatch.setattr(measured, "device_name", lambda: "here")
-    measured.fastest.cache_clear()
-    yield made
-    measured.fastest.cache_clear()
+    return made
 
 
 def cache_for(model: Any) -> FakeCache:
@@ -102,10 +98,9 @@ def test_asked_once_a_step(calls: Counter[str], monkeypatch: pytest.MonkeyPatch)
     real = measured.fastest
 
     def fastest(*arguments: Any) -> str | None:
-        asked.append(arguments[5])
+        asked.append(arguments[1])
         return real(*arguments)
 
-    fastest.cache_clear = real.cache_clear  # type: ignore[attr-defined]
     monkeypatch.setattr(measured, "fastest", fastest)
     with attach(model, cache) as adapter:
         adapter(cache.step((FakeSequence(), [1]), (FakeSequence(), [1])))

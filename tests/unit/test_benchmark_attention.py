@@ -12,7 +12,7 @@ import torch
 from benchmarks import bench_attention
 from benchmarks.attention_parts import PARTS, Part, Shape
 from benchmarks.bench_attention import BARE, Timed, measure, write_times
-from kvtier.kernels import Load, flashmla, measured
+from kvtier.kernels import Case, Load, flashmla, measured
 from tests.unit.flashmla_double import Double
 
 ABOUT = {
@@ -122,17 +122,18 @@ class TestTheTable:
         write_times(path, found, ABOUT)
         monkeypatch.setattr(measured, "FILES", (path.name,))
         monkeypatch.setattr(measured, "__file__", str(tmp_path / "measured.py"))
+        monkeypatch.setattr(measured, "device_name", lambda: "a device")
         measured._shipped.cache_clear()
         try:
-            key = ("mla_absorbed", "dense", (576, 512), torch.bfloat16)
-            known = measured.figures(*key, "a device")
+            case = Case("mla_absorbed", "dense", (576, 512), torch.bfloat16, "cuda")
+            known = measured.figures(case)
             assert known is not None and known.checked == {"triton", "flashmla"}
             mean = sum(two.kv_lens) // 8
             assert known.times == {
                 Load(1, 16, 8192): {"triton": 15.0, "flashmla": 29.0},
                 Load(8, 128, mean, queries=2): {"triton": 20.0, "flashmla": 19.0},
             }
-            v4 = measured.figures("sparse_attend", "v4_fp8", (512,), torch.bfloat16, "a device")
+            v4 = measured.figures(Case("sparse_attend", "v4_fp8", (512,), torch.bfloat16, "cuda"))
             assert v4 is not None and list(v4.times) == [Load(6, 64, 640)]
         finally:
             measured._shipped.cache_clear()
