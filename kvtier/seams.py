@@ -25,7 +25,11 @@ __all__ = [
 
 
 class Transfer(Protocol):
-    """Moves page bytes.  The only code that knows about streams and events."""
+    """Moves page bytes.  The only code that knows about streams and events.
+
+    One that reads from a store may also say how reads get on, and leave some out: ``TellsProgress``
+    and ``DropsReads``, both in ``kvtier.seams``.
+    """
 
     def fence(self, stream: object | None) -> None:
         """Whatever is started after this waits for the work queued so far on ``stream``
