@@ -37,6 +37,8 @@ HEADS = 64
 """Heads of a program: one tile of the tensor cores' rows."""
 KEYS = 64
 """Keys of a tile."""
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+"""By triton 3.9."""
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(134)
@@ -223,6 +225,15 @@ def _values(words, scales, C: gl.constexpr):
 
 
 @gluon.jit
+def _as(memory, kind: gl.constexpr, layout: gl.constexpr):
+    """Shared memory as (64, 512) values of another type."""
+    if RENAMED:
+        return memory.reinterpret(kind, [64, 512], layout)
+    else:  # said for the compiler, which looks at one branch then
+        return memory._reinterpret(kind, [64, 512], layout)
+
+
+@gluon.jit
 def _beside(a, b):
     return gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
 
@@ -277,7 +288,7 @@ def _write(sofar, share, memory, to, heads):
     narrow: gl.constexpr = to.dtype.element_ty.primitive_bitwidth == 16
     held: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8 if narrow else 4, [1, 0])
     lines: gl.constexpr = gl.BlockedLayout([1, 8 if narrow else 4], [1, 32], [8, 1], [1, 0])
-    memory = memory._reinterpret(to.dtype.element_ty, [64, 512], held)
+    memory = _as(memory, to.dtype.element_ty, held)
     share = gl.convert_layout(share, gl.SliceLayout(1, layout), assert_trivial=True)
     memory.store((sofar * share[:, None]).to(to.dtype.element_ty))
     head = gl.program_id(1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, lines))
@@ -357,7 +368,7 @@ def _attend(
     _unpack(*tile_0, keys.index(0), bias.index(0))
 
     none = gl.full([64, 64], 0.0, gl.float32, score_layout)
-    here = keys.index(0)._reinterpret(gl.bfloat16, [64, 512], wide)
+    here = _as(keys.index(0), gl.bfloat16, wide)
     score = warpgroup_mma(queries, here.permute((1, 0)), none, use_acc=False, is_async=True)
     if mine > 1:
         _unpack(
@@ -373,12 +384,11 @@ def _attend(
     slot = _slots_of(tile, in_window, total, *lists)
     for nth in range(1, mine):
         two = nth & 1
-        here = keys.index(two)._reinterpret(gl.bfloat16, [64, 512], wide)
-        before = keys.index(two ^ 1)._reinterpret(gl.bfloat16, [64, 512], wide)
+        here = _as(keys.index(two), gl.bfloat16, wide)
+        before = _as(keys.index(two ^ 1), gl.bfloat16, wide)
         sofar = warpgroup_mma(share, before, sofar, is_async=True)
         score = warpgroup_mma(queries, here.permute((1, 0)), none, use_acc=False, is_async=True)
         sofar = warpgroup_mma_wait(1, deps=[sofar])
-        gl.thread_barrier()  # until all warps are done with the tile before
         _unpack(
             a0, a1, a2, a3, a4, a5, a6, rope, scales, hidden,
             keys.index(two ^ 1), bias.index(two ^ 1),
@@ -389,7 +399,7 @@ def _attend(
         score = warpgroup_mma_wait(0, deps=[score])
         top, weight, shrink = _soften(score, scale, bias.index(two), top, weight, share, tops)
         sofar = sofar * gl.convert_layout(shrink, out_rows, assert_trivial=True)[:, None]
-    last = keys.index(gl.maximum(mine - 1, 0) & 1)._reinterpret(gl.bfloat16, [64, 512], wide)
+    last = _as(keys.index(gl.maximum(mine - 1, 0) & 1), gl.bfloat16, wide)
     sofar = warpgroup_mma(share, last, sofar, is_async=True)
     sofar = warpgroup_mma_wait(0, deps=[sofar])
 
@@ -403,7 +413,8 @@ def _attend(
         mean = 1 / (safe * (1 + gl.exp2((held - found) * LOG2E)))
         first = token * heads
         gl.store(lse + first + head, found, mask=real)
-        _write(sofar, gl.where(weight > 0, mean, 0.0), keys, out + first * 512, heads)
+        mean = gl.where(weight > 0, mean, 0.0)
+        _write(sofar, mean, keys.index(0), out + first * 512, heads)
     else:
         first = part.to(gl.int64) * rows_a_part + token * heads
         gl.store(part_lse + first + head, found, mask=real)

@@ -148,6 +148,8 @@ class Shared:
         assert size <= raw.size
         return Shared(kind, raw[:size].view(kind.stored).reshape(shape))
 
+    reinterpret = _reinterpret  # by triton 3.9
+
     def load(self, layout: Any) -> Tensor:
         kind = self.dtype
         return tensor(of_bf16(self.array) if kind is BF16 else self.array.astype(kind.computed))
@@ -297,14 +299,6 @@ class Language:
     @staticmethod
     def static_range(*bounds: int) -> range:
         return range(*bounds)
-
-    @staticmethod
-    def thread_barrier() -> None:
-        pass
-
-    @staticmethod
-    def static_assert(condition: Any) -> None:
-        assert condition
 
     @staticmethod
     def inline_asm_elementwise(
