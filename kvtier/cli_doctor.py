@@ -49,7 +49,7 @@ NETWORK = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "ceph", "9p", 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something worth doing about."""
+    """Something to do something about."""
 
     what: str
     do: str

@@ -25,9 +25,9 @@ __all__ = ["Alarm", "Deadlines", "Patience"]
 logger = logging.getLogger("kvtier")
 
 RETRY_S = 0.01
-"""A lease whose time is over, but for which there is no room yet, is asked again so soon;"""
+"""A lease whose time is over, but for which there is no room yet, is asked again so soon."""
 HUNG_RETRY_S = 1.0
-"""one that waits for a disk that hangs so soon."""
+"""What still waits for a disk that hangs is asked again so soon."""
 
 
 class Patience:

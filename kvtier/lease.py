@@ -33,8 +33,9 @@ class Lease:
     """A request's hold on its pages: the shared prefix it pins and the pages it owns.
 
     Made by ``Cache.lease`` and ``Lease.fork`` only.  Leave the ``with`` block or call
-    ``release()``; one that is garbage-collected unreleased gives its pages back, with a
-    ResourceWarning and once a line a log line that name where it was opened, and is counted.
+    ``release()``; one that is garbage-collected unreleased gives its pages back with a
+    ResourceWarning that names the line that opened it, and is counted
+    (``CacheStats.forgotten_leases``); the log names each such line once.
 
     After ``release`` every method but ``release`` itself, ``state`` and ``label`` raises
     LeaseReleased.  While it is restoring or paused, whatever needs its pages raises LeaseNotReady.

@@ -44,23 +44,25 @@ def prometheus_text(stats: CacheStats, *, info: dict[str, str], events_dropped: 
     ]
     under_way = [({"kind": "pack"}, stats.packing), ({"kind": "store"}, stats.storing)]
     restoring: list[Sample] = [({}, stats.restoring)]
-    counted: dict[str, list[Sample]] = {name: [({}, _field(stats, name))] for name in _COUNTED}
-    counted |= {name: per_tier(name) for name in _COUNTED_BY_TIER}
-    told = _COUNTED | _COUNTED_BY_TIER
+    dropped: list[Sample] = [({}, events_dropped)]
     families = [
         _family("info", "gauge", "What this cache holds.", [(info, 1)]),
-        *(_family(f"{name}_total", "counter", told[name], counted[name]) for name in told),
+        *(
+            _family(f"{name}_total", "counter", text, [({}, _field(stats, name))])
+            for name, text in _COUNTED.items()
+        ),
+        *(
+            _family(f"{name}_total", "counter", text, per_tier(name))
+            for name, text in _COUNTED_BY_TIER.items()
+        ),
         _family("leases", "gauge", "Open leases.", [({}, stats.leases)]),
         _family("leases_restoring", "gauge", "Leases waiting for their prefix.", restoring),
         _family("operations", "gauge", "Operations under way.", under_way),
         _family("frames", "gauge", "Frames by state; the states add up to capacity.", frames),
         _family("capacity_frames", "gauge", "Frames in all.", per_tier("capacity")),
         _family("pinned_frames", "gauge", "Frames held by pins.", per_tier("pinned")),
-        _family(
-            "events_dropped_total", "counter", "Events nobody fetched in time.",
-            [({}, events_dropped)],
-        ),
-    ]  # fmt: skip
+        _family("events_dropped_total", "counter", "Events nobody fetched in time.", dropped),
+    ]
     return "".join(families)
 
 
