@@ -50,9 +50,7 @@ class Timed:
 
     def results(self) -> Iterator[Result]:
         """One a contender but the baseline."""
-        medians = {
-            name: summarise("", some, unit="us").median for name, some in self.samples.items()
-        }
+        medians = _medians(self.samples)
         for name, some in self.samples.items():
             if name != BARE:
                 params = {**self.shape.params, "backend": name}

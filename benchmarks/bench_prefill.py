@@ -45,9 +45,8 @@ __all__ = ["GPU", "TOY", "Sizes", "main", "run", "timed"]
 
 WHOLE_BYTES = 90 << 30
 """A workspace for everything at once may take so much of a GPU."""
-
-
 LONG_MS = 1000
+"""Calls that have taken so long together are enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

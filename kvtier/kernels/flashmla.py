@@ -350,7 +350,7 @@ def _from_vllm() -> dict[str, Callable[..., Any]]:
 
 
 def _package(module: Any) -> dict[str, Callable[..., Any]]:
-    """Those of DeepSeek's package, by what it has for everybody: what they call is not stable.
+    """Those of DeepSeek's package, by its public functions: what these call is not stable.
 
     Raises AttributeError for a version that has no schedules of its own to hand out.
     """

@@ -15,7 +15,14 @@ from kvtier.kernels import HeadDims
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.mla.config import head_dims
 
-__all__ = ["attention_layers", "plain_weight", "rotate", "rotation_of", "written_order"]
+__all__ = [
+    "attention_layers",
+    "plain_weight",
+    "rope_function",
+    "rotate",
+    "rotation_of",
+    "written_order",
+]
 
 PARTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 QUERY_WHOLE = ("q_proj",)
@@ -84,18 +91,22 @@ def rotation_of(module: nn.Module, config: Any) -> Rotation:
     Raises UnsupportedModel where that code has none that is known.
     """
     if getattr(config, "rope_interleave", None):
-        names: tuple[str, ...] = ("apply_rotary_pos_emb_interleave",)
-    elif hasattr(config, "rope_interleave"):
-        names = ("apply_rotary_pos_emb",)
-    else:
-        names = ("apply_rotary_emb",)
+        return rope_function(module, "apply_rotary_pos_emb_interleave")
+    if hasattr(config, "rope_interleave"):
+        return rope_function(module, "apply_rotary_pos_emb")
+    return rope_function(module, "apply_rotary_emb")
+
+
+def rope_function(module: nn.Module, name: str) -> Rotation:
+    """What the modelling code of a module's class calls ``name``.
+
+    Raises UnsupportedModel where it has none.
+    """
     for cls in type(module).__mro__:
-        home = sys.modules.get(cls.__module__)
-        for name in names:
-            if helper := getattr(home, name, None):
-                found: Rotation = helper
-                return found
-    raise UnsupportedModel(f"{type(module).__module__} has no rope function {names[0]}")
+        if found := getattr(sys.modules.get(cls.__module__), name, None):
+            rotation: Rotation = found
+            return rotation
+    raise UnsupportedModel(f"{type(module).__module__} has no rope function {name}")
 
 
 def rotate(

@@ -3,14 +3,13 @@
 Looks at submodules, attributes, shapes and tiny numeric probes; never at a library version.
 """
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvtier_deepseek.errors import UnsupportedModel
-from kvtier_deepseek.mla.structure import Rotation
+from kvtier_deepseek.mla.structure import Rotation, rope_function
 from kvtier_deepseek.v32.config import Attention
 
 __all__ = ["check_indexer", "looks_like_v32", "rotations_of"]
@@ -71,7 +70,8 @@ def rotations_of(module: nn.Module) -> tuple[Rotation, Rotation]:
     Raises UnsupportedModel where that code lacks one, or where the index's does not turn pairs that
     lie half a row apart.
     """
-    latent, index = _helper(module, LATENT_ROTATION), _helper(module, INDEX_ROTATION)
+    latent = rope_function(module, LATENT_ROTATION)
+    index = rope_function(module, INDEX_ROTATION)
     row = torch.zeros(1, 1, 1, 8)
     row[..., 0] = 1.0
     angle = torch.full((1, 1, 8), 0.5)
@@ -83,11 +83,3 @@ def rotations_of(module: nn.Module) -> tuple[Rotation, Rotation]:
     if touched != [0, 4]:
         raise UnsupportedModel(f"{INDEX_ROTATION} turns value 0 of 8 into values {touched}")
     return latent, index
-
-
-def _helper(module: nn.Module, name: str) -> Rotation:
-    for cls in type(module).__mro__:
-        if found := getattr(sys.modules.get(cls.__module__), name, None):
-            rotation: Rotation = found
-            return rotation
-    raise UnsupportedModel(f"{type(module).__module__} has no rope function {name}")
