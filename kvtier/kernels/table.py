@@ -118,20 +118,21 @@ def select_all(cases: Mapping[str, Case], *, backend: str = "auto") -> Mapping[s
     With "torch" the references are taken and nothing else.  A case that nothing lists is left out.
     Raises ConfigError where the named backend lists none of the cases, or is not available.
     """
-    chosen: dict[str, Kernel] = {}
-    named = 0
-    for key, case in cases.items():
-        if backend != "auto" and any(r.backend == backend and r.lists(case) for r in ROWS):
-            chosen[key] = select(case, backend=backend)
-            named += 1
-            continue
-        fallback = "torch" if backend == "torch" else "auto"
-        if any(fallback in ("auto", row.backend) for row in _automatic(case)):
-            chosen[key] = select(case, backend=fallback)
+    named = {
+        key
+        for key, case in cases.items()
+        if any(row.backend == backend and row.lists(case) for row in ROWS)
+    }
     if backend != "auto" and not named:
         raise ConfigError(
             f"backend {backend!r} lists none of: {'; '.join(str(c) for c in cases.values())}"
         )
+    chosen: dict[str, Kernel] = {}
+    for key, case in cases.items():
+        if key in named:
+            chosen[key] = select(case, backend=backend)
+        elif backend != "torch" and _automatic(case):
+            chosen[key] = select(case)
     return MappingProxyType(chosen)
 
 
@@ -151,25 +152,32 @@ def choices(device: str) -> list[dict[str, Any]]:
         ]
         if not rows:
             continue
-        dims = max((max(row.dims) for row in rows if row.dims is not None), default=(1,))
-        dtypes = [torch.bfloat16, *sorted(rows[0].dtypes, key=str)]
-        dtype = next(d for d in dtypes if any(d in row.dtypes for row in rows))
-        case = Case(operation, record, dims, dtype, device)
+        case = _widest(rows, device)
         able = _automatic(case)
         listed = [row for row in rows if row.lists(case)]
+        missing = {row.backend: why for row in listed if (why := row.missing())}
         told.append(
             {
                 "operation": operation,
                 "record": record,
-                "dims": dims,
-                "dtype": str(dtype).removeprefix("torch."),
+                "dims": case.dims,
+                "dtype": str(case.dtype).removeprefix("torch."),
                 "chosen": able[0].backend if able else None,
                 "why": _why(case, able),
-                "available": [row.backend for row in listed if not row.missing()],
-                "missing": {row.backend: row.missing() for row in listed if row.missing()},
+                "available": [row.backend for row in listed if row.backend not in missing],
+                "missing": missing,
             }
         )
     return told
+
+
+def _widest(rows: list[Row], device: str) -> Case:
+    """Of what rows of one operation and record list: the widest that a kernel is made for, in
+    bfloat16 where it is listed."""
+    dims = max((max(row.dims) for row in rows if row.dims is not None), default=(1,))
+    dtypes = [torch.bfloat16, *sorted(rows[0].dtypes, key=str)]
+    dtype = next(d for d in dtypes if any(d in row.dtypes for row in rows))
+    return Case(rows[0].operation, rows[0].record, dims, dtype, device)
 
 
 def _why(case: Case, able: list[Row]) -> str:
@@ -190,10 +198,8 @@ def _why(case: Case, able: list[Row]) -> str:
 def _automatic(case: Case) -> list[Row]:
     """Available rows that list the case and may be taken unasked, in order of preference."""
     able = [row for row in ROWS if row.lists(case) and not row.missing()]
-    if len(able) < 2:
-        return [row for row in able if not row.by_name]
     known = measured.figures(case)
-    if known is None:
+    if known is None or len(able) < 2:
         return [row for row in able if not row.by_name]
     # What was timed and not found right is not taken, whatever its place.
     return [
