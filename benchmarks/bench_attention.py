@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.attention_parts import PARTS, Call, Part, Shape
 from benchmarks.harness import Result, meta, summarise, write
-from kvtier.kernels import choices
+from kvtier.kernels import choices, select
 from kvtier.kernels import flashmla as backend_flashmla
 
 __all__ = ["Timed", "main", "measure", "run", "write_times"]
@@ -142,9 +142,10 @@ def _backends(part: Part, device: str) -> list[str]:
     """Those that may be captured and are here."""
     for each in choices(device):
         if (each["operation"], each["record"]) == (part.operation, part.record):
-            # On a GPU the reference is no contender, and what plans on the host cannot be captured.
-            others = ("torch", "sdpa", "flashinfer") if device == "cuda" else ()
-            return [name for name in each["available"] if name not in others]
+            case, here = part.case(device), each["available"]
+            if device == "cpu":  # where nothing is captured
+                return list(here)
+            return [name for name in here if select(case, backend=name).captures]
     return []
 
 

@@ -164,11 +164,6 @@ class MlaAttention(Projections):
         for low in range(0, latent.shape[0], PIECE):
             out[low : low + PIECE] = self.up_project(latent[low : low + PIECE])
 
-    @property
-    def max_rows(self) -> int:
-        """Rows projected up at a time."""
-        return self.workspace.rows
-
 
 def _scratch_batch(
     sequences: int, page_tokens: int, device: torch.device, queries: int = 1

@@ -74,7 +74,7 @@ class MlaFamily:
 
     @property
     def max_rows(self) -> int:
-        return self._full[0].max_rows
+        return self._full[0].workspace.rows
 
     @property
     def reserved_bytes(self) -> int:

@@ -50,7 +50,7 @@ def measured_limit(attention: MlaAttention, page_tokens: int) -> int:
     """
     if not attention.absorbs:
         return absorb_limit(attention.dims)
-    context = min(CONTEXT, attention.max_rows) // page_tokens * page_tokens
+    context = min(CONTEXT, attention.workspace.rows) // page_tokens * page_tokens
     best = 0
     for queries in QUERIES:
         absorbed, materialised = form_times(attention, page_tokens, queries, context)
