@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kvtier.errors import ConfigError
 from kvtier.kernels.case import Case, Load
 
 __all__ = ["Figures", "device_name", "fastest", "figures"]
@@ -66,8 +67,13 @@ def _name(device: int) -> str:
 
 
 def figures(case: Case) -> Figures | None:
-    """What is known of a case on the current device; None: nothing."""
-    return _shipped().get((device_name(), case))
+    """What is known of a case on the current device; None: nothing.
+
+    Raises ConfigError where a file of figures is missing or damaged: without it a kernel might be
+    taken that was found wrong.
+    """
+    name = device_name()
+    return None if name is None else _shipped().get((name, case))
 
 
 @lru_cache(maxsize=4096)
@@ -79,14 +85,24 @@ def fastest(known: Figures, load: Load, backends: frozenset[str]) -> str | None:
 
 
 @cache
-def _shipped() -> Mapping[tuple[str | None, Case], Figures]:
-    found = {}
+def _shipped() -> Mapping[tuple[str, Case], Figures]:
+    found: dict[tuple[str, Case], Figures] = {}
     for name in FILES:
-        document = json.loads(Path(__file__).with_name(name).read_text())
-        for told in document["cases"]:
-            dims, dtype = tuple(told["dims"]), getattr(torch, told["dtype"])
-            case = Case(told["operation"], told["record"], dims, dtype, "cuda")
-            found[document["device"], case] = _read(told)
+        path = Path(__file__).parent / name
+        try:
+            found |= _parse(path.read_text())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is missing or damaged, install again: {error!r}") from error
+    return found
+
+
+def _parse(text: str) -> dict[tuple[str, Case], Figures]:
+    document = json.loads(text)
+    found = {}
+    for told in document["cases"]:
+        dims, dtype = tuple(told["dims"]), getattr(torch, told["dtype"])
+        case = Case(told["operation"], told["record"], dims, dtype, "cuda")
+        found[document["device"], case] = _read(told)
     return found
 
 

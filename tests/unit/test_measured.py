@@ -3,11 +3,13 @@
 import dataclasses
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvtier import ConfigError
 from kvtier.kernels import Case, Load, choices, measured, select, select_all
 from kvtier.kernels.measured import Figures
 
@@ -174,6 +176,26 @@ def test_the_shipped_figures(monkeypatch: pytest.MonkeyPatch) -> None:
         assert figures.times and figures.checked <= backends
         for times in figures.times.values():
             assert set(times) <= backends and all(us > 0 for us in times.values())
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "{}", "[]", '{"device": "a", "cases": [{}]}', "\x00"], ids=repr
+)
+def test_a_damaged_file(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named, and only where it matters: what runs on a CPU asks for no figures."""
+    name = tmp_path / "measured.json"
+    if text is not None:
+        name.write_text(text)
+    monkeypatch.setattr(measured, "FILES", (str(name),))
+    monkeypatch.setattr(measured, "device_name", lambda: "NVIDIA H200")
+    measured._shipped.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"measured\.json is missing or damaged"):
+            measured.figures(CASE)
+        monkeypatch.setattr(measured, "device_name", lambda: None)
+        assert measured.figures(CASE) is None
+    finally:
+        measured._shipped.cache_clear()
 
 
 def test_what_is_told_of_a_choice(here: Any) -> None:
