@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import platform
+import re
 import resource
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvtier
+from kvtier.errors import KVTierError
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -89,7 +91,7 @@ def _doctor(options: argparse.Namespace) -> int:
         "packages": packages,
         "device": device,
         "kernels_for": kind,
-        "kernels": _kernels(kind, packages),
+        "kernels": _kernels(kind, packages, found),
         "limits": _limits(device, found),
         "disk": None if options.disk is None else _disk(options.disk, found),
     }
@@ -127,15 +129,17 @@ def _version(module: str) -> str | None:
 def _torch() -> Any:
     """torch, or why it does not import."""
     try:
-        return importlib.import_module("torch")
-    except (ImportError, OSError) as error:  # a library that it is linked to is missing
+        torch = importlib.import_module("torch")
+        _ = torch.__version__, torch.version, torch.cuda  # not there where only a folder is left
+    except Exception as error:  # noqa: BLE001 - half of a package may raise anything
         return f"{type(error).__name__}: {error}"
+    return torch
 
 
 def _device(found: list[Finding]) -> dict[str, Any]:
     torch = _torch()
     if isinstance(torch, str):
-        if importlib.util.find_spec("torch") is not None:
+        if _version("torch") is not None:
             found.append(Finding(f"torch does not import ({torch})", "reinstall torch", grave=True))
         return {"type": "cpu", "why": "torch does not import"}
     if not torch.cuda.is_available():
@@ -144,6 +148,15 @@ def _device(found: list[Finding]) -> dict[str, Any]:
         why = f"torch is built for CUDA {torch.version.cuda}, but no device is usable"
         found.append(Finding(why, "look at nvidia-smi, the driver and CUDA_VISIBLE_DEVICES"))
         return {"type": "cpu", "why": why}
+    try:
+        return _cuda(torch)
+    except RuntimeError as error:  # another process has it for itself, or it is broken
+        why = f"the device cannot be used: {str(error).splitlines()[0]}"
+        found.append(Finding(why, "look at nvidia-smi, for its mode and for other processes"))
+        return {"type": "cpu", "why": why}
+
+
+def _cuda(torch: Any) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info()
     return {
         "type": "cuda",
@@ -156,12 +169,22 @@ def _device(found: list[Finding]) -> dict[str, Any]:
     }
 
 
-def _kernels(device: str, packages: Mapping[str, str | None]) -> list[dict[str, Any]]:
+def _kernels(
+    device: str, packages: Mapping[str, str | None], found: list[Finding]
+) -> list[dict[str, Any]]:
     """What ``kvtier.kernels.choices`` tells; nothing without torch."""
     if packages["torch"] is None or isinstance(_torch(), str):
         return []
     kernels = importlib.import_module("kvtier.kernels")
-    return [{**each, "dims": list(each["dims"])} for each in kernels.choices(device)]
+    try:
+        return [{**each, "dims": list(each["dims"])} for each in kernels.choices(device)]
+    except (KVTierError, RuntimeError) as error:
+        found.append(
+            Finding(
+                f"no kernel can be chosen: {error}", "install kvtier or torch again", grave=True
+            )
+        )
+        return []
 
 
 def _limits(device: Mapping[str, Any], found: list[Finding]) -> dict[str, Any]:
@@ -230,18 +253,22 @@ def _pins() -> bool:
 
 def _disk(path: Path, found: list[Finding]) -> dict[str, Any]:
     """A directory that a cache might have as its ``disk_path``, which need not exist yet."""
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
     told: dict[str, Any] = {
         "path": str(path),
-        "exists": path.exists(),
-        "filesystem": _filesystem(place),
+        "exists": os.path.exists(path),
+        "filesystem": None,
         "writable": False,
         "direct_io": None,
         "free_bytes": None,
     }
-    if not place.is_dir():
+    try:
+        place = _nearest(path.absolute())
+    except OSError as error:
+        why = f"{path} cannot be looked at: {error.strerror}"
+        found.append(Finding(why, "give it to this user, or name another disk_path", grave=True))
+        return told
+    told["filesystem"] = _filesystem(place)
+    if not os.path.isdir(place):
         found.append(Finding(f"{place} is not a directory", "name another disk_path", grave=True))
         return told
     told["free_bytes"] = shutil.disk_usage(place).free
@@ -270,6 +297,17 @@ def _disk(path: Path, found: list[Finding]) -> dict[str, Any]:
     return told
 
 
+def _nearest(path: Path) -> Path:
+    """The path, or what is there of the way to it; a link that leads nowhere is there."""
+    while True:
+        try:
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            path = path.parent
+        else:
+            return path
+
+
 def _direct(place: Path) -> bool:
     """Whether files here can be written past the page cache.  Raises OSError if not at all."""
     fd, name = tempfile.mkstemp(dir=place, prefix=".kvtier-doctor-")
@@ -291,17 +329,18 @@ def _direct(place: Path) -> bool:
 def _filesystem(place: Path) -> str | None:
     """The type of the file system that a path is on."""
     try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
+        lines = Path("/proc/self/mounts").read_bytes().splitlines()
     except OSError:
         return None
-    best, kind = "", None
-    real = os.path.realpath(place)
+    best, kind = b"", None
+    real = os.fsencode(os.path.realpath(place))
     for line in lines:
-        _, mount, type_, *_ = line.split(" ")
-        mount = mount.encode().decode("unicode_escape")  # spaces are written \040
+        _, written, type_, *_ = line.split(b" ")
+        # Spaces are written \040; the rest is whatever bytes the path has.
+        mount = re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), written)
         inside = os.path.commonpath((mount, real)) == mount
         if inside and len(mount) >= len(best):
-            best, kind = mount, type_
+            best, kind = mount, os.fsdecode(type_)
     return kind
 
 

@@ -66,6 +66,44 @@ def test_a_torch_that_does_not_load(
     assert "libcudart.so.13" in what and told["packages"]["torch"] is not None
 
 
+@pytest.mark.parametrize(
+    "left", [RuntimeError("no symbol"), SyntaxError("invalid syntax"), SimpleNamespace()], ids=str
+)
+def test_half_a_torch(
+    left: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that raises as it loads; a folder that was left when it was removed."""
+    real = importlib.import_module
+
+    def load(name: str) -> Any:
+        if name != "torch":
+            return real(name)
+        if isinstance(left, Exception):
+            raise left
+        return left
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    status, told = report(capsys)
+    assert status == 1 and told["kernels"] == [] and told["device"]["type"] == "cpu"
+    (what,) = grave(told)
+    assert what.startswith("torch does not import (")
+
+
+def test_a_device_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def taken() -> Any:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy\nmore of it")
+
+    cuda = SimpleNamespace(is_available=lambda: True, mem_get_info=taken)
+    fake = SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="13.0"), __version__="2")
+    monkeypatch.setattr(cli_doctor, "_torch", lambda: fake)
+    status, told = report(capsys)
+    assert (status, told["device"]["type"]) == (0, "cpu")
+    assert told["device"]["why"].endswith("devices are busy")
+    assert told["device"]["why"] in [each["what"] for each in told["findings"]]
+
+
 def test_here(capsys: pytest.CaptureFixture[str]) -> None:
     status, told = report(capsys, "--device", "cpu")
     assert (status, grave(told)) == (0, [])
@@ -166,6 +204,45 @@ class TestDisk:
         status, told = report(capsys, "--disk", str(tmp_path / "kv"))
         assert status == 1 and "is not a directory" in grave(told)[0]
         assert told["disk"]["writable"] is False and told["disk"]["direct_io"] is None
+
+    def test_a_link_that_leads_nowhere(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "gone").symlink_to(tmp_path / "nothing")
+        (tmp_path / "loop").symlink_to(tmp_path / "loop")
+        for path in (tmp_path / "gone", tmp_path / "gone" / "kv", tmp_path / "loop"):
+            status, told = report(capsys, "--disk", str(path))
+            assert status == 1 and "is not a directory" in grave(told)[0]
+
+    def test_what_cannot_be_looked_at(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The rest is told all the same."""
+        status, told = report(capsys, "--disk", str(tmp_path / ("x" * 300)))
+        assert status == 1 and "cannot be looked at: File name too long" in grave(told)[0]
+        assert told["packages"]["numpy"] is not None
+
+        def refused(_: Path) -> Any:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "lstat", refused)
+        status, told = report(capsys, "--disk", str(tmp_path / "kv"))
+        assert status == 1
+        assert grave(told) == [f"{tmp_path / 'kv'} cannot be looked at: Permission denied"]
+
+    def test_mounts_of_any_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Spaces and other bytes; what is in no character set."""
+        place = tmp_path / "k v \u00fc"
+        place.mkdir()
+        written = os.fsencode(os.path.realpath(place)).replace(b" ", rb"\040")
+        lines = (
+            b"/dev/a / ext4 rw 0 0\nnone /mnt/\xff tmpfs rw 0 0\nhost:/x %s nfs4 rw 0 0\n" % written
+        )
+        monkeypatch.setattr(Path, "read_bytes", lambda _: lines)
+        status, told = report(capsys, "--disk", str(place))
+        assert status == 0 and told["disk"]["filesystem"] == "nfs4"
 
     def test_without_permission(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
