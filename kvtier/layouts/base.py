@@ -12,6 +12,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.config import as_int
 from kvtier.errors import ConfigError
 
 __all__ = ["DTYPE_BYTES", "ROW_DTYPES", "Component", "Layout", "Share"]
@@ -68,8 +69,9 @@ class Component:
 
     def __post_init__(self) -> None:
         me = f"component {self.name!r}"
-        if min(self.tokens_per_slot, self.slots_per_page, self.slot_bytes, self.page_align) < 1:
-            raise ConfigError(f"{me}: sizes must be at least 1")
+        for name in ("tokens_per_slot", "slots_per_page", "slot_bytes", "page_align"):
+            value = as_int(f"{me}: {name}", getattr(self, name), least=1)
+            object.__setattr__(self, name, value)
         if not self.layers or min(self.layers) < 0 or len(set(self.layers)) != len(self.layers):
             raise ConfigError(f"{me} needs layers, each named once, got {self.layers}")
         if self.dtype not in DTYPE_BYTES:
@@ -134,11 +136,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "meta", dict(self.meta))
+        for name in ("page_tokens", "draft_layers", "max_draft"):
+            # Of Python's own type: the fingerprint is made of what they print as.
+            value = as_int(name, getattr(self, name), least=0)
+            object.__setattr__(self, name, value)
         page = self.page_tokens
         if page < 1 or page > 512 or page & (page - 1):
             raise ConfigError(f"page_tokens must be a power of two in [1, 512], got {page}")
-        if min(self.draft_layers, self.max_draft) < 0:
-            raise ConfigError(f"{self.draft_layers=} and {self.max_draft=} must not be negative")
         names = [c.name for c in self.components]
         if len(set(names)) != len(names):
             raise ConfigError(f"component names must differ: {names}")

@@ -3,6 +3,7 @@
 A row is the concatenation of all KV heads, [head 0 ; head 1 ; ...], keys already rotated.
 """
 
+from kvtier.config import as_int
 from kvtier.errors import ConfigError
 from kvtier.layouts.base import DTYPE_BYTES, ROW_DTYPES, Component, Layout, Share
 
@@ -25,8 +26,10 @@ def gqa(
     """
     if dtype not in ROW_DTYPES:
         raise ConfigError(f"dtype must be one of {ROW_DTYPES}, got {dtype!r}")
-    if min(layers, kv_heads, head_dim) < 1:
-        raise ConfigError(f"sizes must be at least 1: {layers=} {kv_heads=} {head_dim=}")
+    layers = as_int("layers", layers, least=1)
+    kv_heads = as_int("kv_heads", kv_heads, least=1)
+    head_dim = as_int("head_dim", head_dim, least=1)
+    page_tokens = as_int("page_tokens", page_tokens, least=1)
     keys, values = (
         Component(
             name=name,

@@ -6,6 +6,7 @@ another's rows.  Layers that read only a window of them keep their rows apart, a
 
 from collections.abc import Sequence
 
+from kvtier.config import as_int
 from kvtier.errors import ConfigError
 from kvtier.layouts.base import DTYPE_BYTES, ROW_DTYPES, Component, Layout, Share
 from kvtier.layouts.drafts import draft_state
@@ -56,8 +57,11 @@ def mla(
         raise ConfigError(f"dtype must be one of {ROW_DTYPES}, got {dtype!r}")
     if rope_layout not in ("half", "interleaved"):
         raise ConfigError(f'rope_layout must be "half" or "interleaved", got {rope_layout!r}')
-    if min(layers, latent_dim, rope_dim) < 1 or min(draft_layers, max_draft) < 0:
-        raise ConfigError(f"bad sizes: {layers=} {latent_dim=} {rope_dim=} {draft_layers=}")
+    layers = as_int("layers", layers, least=1)
+    latent_dim = as_int("latent_dim", latent_dim, least=1)
+    rope_dim = as_int("rope_dim", rope_dim, least=1)
+    page_tokens = as_int("page_tokens", page_tokens, least=1)
+    draft_layers = as_int("draft_layers", draft_layers, least=0)
     windowed = _window_layers(window_layers, layers + draft_layers)
     if bool(windowed) != (window is not None):
         raise ConfigError(f"{window=} and window_layers={windowed}: give both or none")

@@ -8,6 +8,7 @@ rows that they attend to; every layer has its own, of every token.
 from dataclasses import dataclass
 from functools import partial
 
+from kvtier.config import as_int
 from kvtier.errors import ConfigError
 from kvtier.layouts.base import DTYPE_BYTES, ROW_DTYPES, Component, Layout, Share
 
@@ -57,10 +58,11 @@ def mla_indexed(
         raise ConfigError(f"dtype must be one of {ROW_DTYPES}, got {dtype!r}")
     if rope_layout not in ("half", "interleaved"):
         raise ConfigError(f'rope_layout must be "half" or "interleaved", got {rope_layout!r}')
-    if min(layers, latent_dim, rope_dim, index_dim) < 1 or max_draft < 0:
-        raise ConfigError(
-            f"bad sizes: {layers=} {latent_dim=} {rope_dim=} {index_dim=} {max_draft=}"
-        )
+    layers = as_int("layers", layers, least=1)
+    latent_dim = as_int("latent_dim", latent_dim, least=1)
+    rope_dim = as_int("rope_dim", rope_dim, least=1)
+    index_dim = as_int("index_dim", index_dim, least=1)
+    page_tokens = as_int("page_tokens", page_tokens, least=1)
     if rope_dim > index_dim:
         raise ConfigError(f"{rope_dim=} values of an indexer key are rotated, {index_dim=} it has")
     per_token = partial(_component, layers=layers, page_tokens=page_tokens, dtype=dtype)

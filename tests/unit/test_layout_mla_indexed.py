@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.kernels import RECORDS
-from kvtier.layouts import Share, mla, mla_indexed, retile
+from kvtier.layouts import Share, gqa, mla, mla_indexed, retile
 
 SIZES: dict[str, Any] = {"layers": 61, "latent_dim": 512, "rope_dim": 64}
 
@@ -91,8 +91,15 @@ def test_sizes_of_equal_bytes_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"layers": 0}, "layers=0"),
-        ({"max_draft": -1}, "max_draft=-1"),
+        ({"layers": 0}, "layers must be an int of at least 1, got 0"),
+        ({"layers": "2"}, "layers must be an int of at least 1, got '2'"),
+        ({"latent_dim": 512.0}, "latent_dim must be an int of at least 1, got 512.0"),
+        ({"rope_dim": None}, "rope_dim must be an int"),
+        ({"index_dim": True}, "index_dim must be an int of at least 1, got True"),
+        ({"page_tokens": 0}, "page_tokens must be an int of at least 1, got 0"),
+        ({"page_tokens": "64"}, "page_tokens must be an int"),
+        ({"max_draft": -1}, "max_draft must be an int of at least 0, got -1"),
+        ({"max_draft": 1.0}, "max_draft must be an int"),
         ({"index_dim": 32}, "rope_dim=64 values of an indexer key"),
         ({"index_dim": 64}, r"index_record='fp8' stores \(128,\) values, not \(64,\)"),
         ({"latent_dim": 256, "record": "fp8"}, r"record='fp8' stores \(512, 64\)"),
@@ -107,6 +114,18 @@ def test_sizes_of_equal_bytes_are_told_apart() -> None:
 def test_what_cannot_be(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         mla_indexed(**{**SIZES, **change})
+
+
+def test_numbers_of_any_integer_type() -> None:
+    """The same layout, and so the same pages, as of Python's own."""
+    for make, sizes in (
+        (mla, SIZES),
+        (mla_indexed, SIZES),
+        (gqa, {"layers": 2, "kv_heads": 8, "head_dim": 64}),
+    ):
+        mine = {name: np.int64(value) for name, value in (sizes | {"page_tokens": 16}).items()}
+        plain = make(**sizes, page_tokens=16)
+        assert make(**mine) == plain and make(**mine).fingerprint == plain.fingerprint
 
 
 def test_every_token_has_a_slot_of_both() -> None:

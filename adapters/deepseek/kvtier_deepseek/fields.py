@@ -1,10 +1,11 @@
 """Reading single fields of a configuration that may be anyone's."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvtier_deepseek.errors import UnsupportedModel
 
-__all__ = ["DRAFT_STATE", "ROPE_TYPES", "is_size", "refuse_rope_type", "size"]
+__all__ = ["DRAFT_STATE", "ROPE_TYPES", "is_size", "mapping", "refuse_rope_type", "size"]
 
 DRAFT_STATE = "draft_state"
 """The component of what pages keep for draft layers: no part of the model's own attention."""
@@ -25,6 +26,14 @@ def size(config: Any, name: str) -> int:
 
 def is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def mapping(config: Any, name: str) -> Mapping[str, Any]:
+    """The field, empty where there is none.  Raises UnsupportedModel where it is no mapping."""
+    fields = getattr(config, name, None) or {}
+    if not isinstance(fields, Mapping):
+        raise UnsupportedModel(f"{name} must be a mapping, got {fields!r}")
+    return fields
 
 
 def refuse_rope_type(rope_type: object) -> None:

@@ -16,7 +16,7 @@ import torch
 from kvtier.kernels import HeadDims
 from kvtier.layouts import Layout, mla
 from kvtier_deepseek.errors import UnsupportedModel
-from kvtier_deepseek.fields import refuse_rope_type, size
+from kvtier_deepseek.fields import mapping, refuse_rope_type, size
 
 __all__ = ["MODEL_TYPES", "head_dims", "layout_for", "window_layers"]
 
@@ -46,7 +46,7 @@ def layout_for(
     for name in ("index_topk", "compress_ratios"):
         if getattr(config, name, None) not in (None, False):
             raise UnsupportedModel(f"{name}={getattr(config, name)!r} is not supported")
-    refuse_rope_type((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    refuse_rope_type(mapping(config, "rope_parameters").get("rope_type", "default"))
     dims = head_dims(config)
     values = _dtype_name(config, dtype)
     return mla(

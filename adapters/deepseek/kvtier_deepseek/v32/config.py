@@ -13,7 +13,7 @@ from kvtier import ConfigError
 from kvtier.kernels import HeadDims
 from kvtier.layouts import Layout, mla_indexed
 from kvtier_deepseek.errors import UnsupportedModel
-from kvtier_deepseek.fields import refuse_rope_type, size
+from kvtier_deepseek.fields import mapping, refuse_rope_type, size
 from kvtier_deepseek.mla.config import head_dims
 
 __all__ = ["MODEL_TYPES", "Attention", "attention_of", "layout_for"]
@@ -83,12 +83,13 @@ def attention_of(config: Any) -> Attention:
     """What ``config`` says.  Raises UnsupportedModel naming a field."""
     layers = size(config, "num_hidden_layers")
     kinds = getattr(config, "layer_types", None)
-    if kinds is not None and (len(kinds) != layers or not set(kinds) <= set(LAYER_TYPES)):
+    listed = isinstance(kinds, list | tuple) and all(kind in LAYER_TYPES for kind in kinds)
+    if kinds is not None and not (listed and len(kinds) == layers):
         raise UnsupportedModel(
             f"layer_types must name one of {LAYER_TYPES} for each of {layers} layers, got {kinds!r}"
         )
     for name in ("rope_parameters", "rope_scaling"):
-        fields = getattr(config, name, None) or {}
+        fields = mapping(config, name)
         refuse_rope_type(fields.get("rope_type", fields.get("type", "default")))
     dims = head_dims(config)
     index_dim = size(config, "index_head_dim")
