@@ -136,8 +136,8 @@ BUGS = [
     Bug(
         "a prefetch that was given up keeps its pages",
         "machine",
-        "                self._end_prefetch(rec)\n        elif",
-        "                self.prefetches.pop(rec.id)\n        elif",
+        "            self._end_prefetch(rec)\n            return []",
+        "            self.prefetches.pop(rec.id)\n            return []",
     ),
     Bug(
         "a lease settles on pages that did not arrive",

@@ -226,21 +226,26 @@ class CacheCore:
         A lease that waits for nothing of the disk is left as it is, and so is one for which there
         is no other state slot than the one that is still being written.  ``hung``: it is a fault
         of the disk, and counted."""
-        ops: list[Op] = []
         awaited = rec.waits
-        if isinstance(rec, PrefetchRecord):
-            if settles := not rec.done:
-                self.restore.settle_prefetch(rec)
-                self._end_prefetch(rec)
-        elif settles := self.restore.give_up_disk(rec):
-            if rec.parked is None:
-                ops = self.restore.stand_anew(rec, rec.nodes)
-            else:
-                ops = self.parking.resume_without(rec)
-        if settles:
-            self._waited_no_more(awaited)
-        self.residency.faults[DISK] += hung and settles
+        if (ops := self._without_disk(rec)) is None:
+            return self._drops()
+        self._waited_no_more(awaited)
+        self.residency.faults[DISK] += hung
         return ops + self._drops()
+
+    def _without_disk(self, rec: LeaseRecord | PrefetchRecord) -> list[Op] | None:
+        """None: it is left as it is."""
+        if isinstance(rec, PrefetchRecord):
+            if rec.done:
+                return None
+            self.restore.settle_prefetch(rec)
+            self._end_prefetch(rec)
+            return []
+        if not self.restore.give_up_disk(rec):
+            return None
+        if rec.parked is None:
+            return self.restore.stand_anew(rec, rec.nodes)
+        return self.parking.resume_without(rec)
 
     def _waited_no_more(self, op_ids: Iterable[int]) -> None:
         """By one; those that others wait for go on."""

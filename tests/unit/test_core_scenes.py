@@ -521,6 +521,23 @@ def test_cancelled_prefetches_give_everything_back() -> None:
     assert made.core.stats().tiers[Tier.CPU].free == 4
 
 
+def test_a_prefetch_of_a_disk_that_hangs_ends_and_holds_nothing() -> None:
+    made = plain(cpu=8, disk=8)
+    made.serve([1, 2, 3, 4, 5, 6])
+    made.drain()
+    made.cold(Tier.GPU, Tier.CPU)
+    rec, ops = made.core.prefetch(packed([1, 2, 3, 4, 5, 6]))
+    made.run(ops)
+    for _ in range(2):  # the second time there is nothing to give up
+        made.run(made.core.settle_early(rec, hung=True))
+        assert rec.done and rec.tokens == 0 and not rec.nodes and not made.core.prefetches
+        assert made.core.stats().tiers[Tier.DISK].faults == 1
+        made.sound()
+    made.drain()
+    made.cold(Tier.GPU, Tier.CPU)
+    assert made.core.stats().tiers[Tier.CPU].free == 8
+
+
 def test_pins_share_a_limited_part() -> None:
     made = plain(gpu=8, max_pinned=0.5)
     made.serve([1, 2, 3, 4, 5, 6])
