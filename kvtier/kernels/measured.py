@@ -2,9 +2,9 @@
 
 The figures ship with the library, one file a device (``measured_h200.json``), and hold on devices
 of that very name.  A file lists cases; of each the sizes that were timed, what each backend took of
-them in microseconds, and the backends whose results were compared with the reference in that run
-and were right: only those are picked for being fast, and a backend that was timed and is not among
-them is not picked at all.  Knows nothing of kernels but their backends' names.
+them in microseconds, and the backends whose results were compared with the reference on it and were
+right: only those are picked for being fast, and a backend that was timed and is not among them is
+not picked at all.  Knows nothing of kernels but their backends' names.
 """
 
 import json
@@ -34,7 +34,7 @@ class Figures:
     times: Mapping[Load, Mapping[str, float]]
     """Microseconds by backend."""
     checked: frozenset[str]
-    """Backends whose results were compared with the reference's in that run, and right."""
+    """Backends whose results were compared with the reference's on that device, and right."""
 
     @property
     def timed(self) -> frozenset[str]:

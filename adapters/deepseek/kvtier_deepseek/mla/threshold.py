@@ -45,8 +45,8 @@ def measured_limit(attention: MlaAttention, page_tokens: int) -> int:
     """The most query tokens of ``QUERIES`` up to which the absorbed form of this layer was never
     the slower one, with its own kernels on its own device; 0 if it always was.
 
-    Takes a second or so on a GPU, and scratch pages.  A layer whose projection cannot be absorbed
-    now is given ``absorb_limit``.
+    Takes six calls of each form for a count, and scratch pages.  A layer whose projection cannot be
+    absorbed now is given ``absorb_limit``.
     """
     if not attention.absorbs:
         return absorb_limit(attention.dims)
