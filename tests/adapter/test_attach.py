@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import io
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -145,10 +146,41 @@ class TestAttach:
                 attach(model, cache_for(model))
             assert adapted(model) == [False, True]
 
-    def test_a_negative_limit_is_refused(self) -> None:
+    @pytest.mark.parametrize("limit", [-1, True, 1.5, float("inf"), [], b"measured"], ids=repr)
+    def test_a_limit_that_is_no_count_is_refused(self, limit: Any) -> None:
         model = tiny_model("v3")
-        with pytest.raises(ConfigError, match="max_absorbed=-1"):
-            attach(model, cache_for(model), max_absorbed=-1)
+        with pytest.raises(ConfigError, match=f"max_absorbed={re.escape(repr(limit))} must be"):
+            attach(model, cache_for(model), max_absorbed=limit)
+        assert adapted(model) == [False, False]
+
+    def test_arguments_of_another_kind_are_refused(self) -> None:
+        model: Any = tiny_model("v3")
+        with pytest.raises(UnsupportedModel, match="None is no model"):
+            attach(None, cache_for(model))  # type: ignore[arg-type]
+        other: Any
+        for other in (None, "cache", cache_for(model).layout):
+            with pytest.raises(ConfigError, match="cache must be a"):
+                attach(model, other)
+        for other in ("mtp", object()):
+            with pytest.raises(ConfigError, match="draft must be"):
+                attach(model, cache_for(model), draft=other)
+        assert adapted(model) == [False, False]
+
+    def test_a_model_that_was_converted_since_is_refused(self) -> None:
+        """Its rows would be of another precision than the cache says; put back, it goes on."""
+        model = tiny_model("v3")
+        cache = cache_for(model)
+        with attach(model, cache) as adapter:
+            model.bfloat16()
+            with pytest.raises(
+                KVTierError, match=r"as torch\.float32 on cpu and is torch\.bfloat16"
+            ):
+                adapter(cache.step((FakeSequence(), TOKENS)))
+            model.float()
+            adapter(cache.step((FakeSequence(), TOKENS)))
+            model.to("meta")
+            with pytest.raises(KVTierError, match=r"is torch\.float32 on meta now"):
+                adapter(cache.step((FakeSequence(), TOKENS)))
         assert adapted(model) == [False, False]
 
     @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from kvtier import KVTierError, LayoutMismatch, Step, TokenError
+from kvtier import ConfigError, KVTierError, LayoutMismatch, Step, TokenError
 from kvtier.kernels import check_budget, table
 from kvtier.layouts import Layout
 from kvtier_deepseek.decode import DecodeGraph
@@ -89,6 +89,10 @@ def attach(
     work.
     """
     _check_model(model)
+    if not isinstance(getattr(cache, "layout", None), Layout):
+        raise ConfigError(f"cache must be a kvtier.Cache, got {cache!r}")
+    if draft is not None and not isinstance(draft, CachedDraft):
+        raise ConfigError(f"draft must be one that keeps rows in the cache, got {draft!r}")
     if device_bytes is not None:
         check_budget(cache.config.gpu_bytes, workspace_bytes, device_bytes)
     for name, module in model.named_modules():
@@ -134,6 +138,7 @@ class Adapter:
         self._draft = draft
         self._blank = None
         self._hooks: list[RemovableHandle] = []
+        self._place = _place(family)
         if draft is not None:
             draft.bind(family, cache.layout)
         elif cache.layout.draft_layers:
@@ -201,7 +206,8 @@ class Adapter:
         Returns logits (batch, vocab) of each sequence's last token, or (tokens, vocab) with
         ``all_logits``; none for padding rows.  ``pad_to`` is passed on to ``step.to_device``,
         unless ``device`` is what that gave already.
-        Raises KVTierError after ``detach`` and where a layer did not take part, TokenError for an
+        Raises KVTierError after ``detach``, where the model was moved or converted since it was
+        attached and where a layer did not take part, TokenError for an
         id outside the vocabulary and, without ``all_logits``, for a lease that is fed no token
         (it has no last one), LayoutMismatch for a step of a cache with another layout and for
         inconsistent hand-made metadata.
@@ -325,6 +331,10 @@ class Adapter:
     def _check_attached(self) -> None:
         if not self._overrides:
             raise KVTierError("this adapter is detached; attach the model again")
+        if (place := _place(self._family)) != self._place:
+            raise KVTierError(
+                f"the model was attached as {self._place} and is {place} now; attach it again"
+            )
 
     def _check_layout(self, step: StepLike) -> None:
         """Pages of another size or rings of another length would be read where they are not."""
@@ -407,12 +417,20 @@ def _listen(name: str, tap: Tap) -> RemovableHandle:
 
 
 def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"{model!r} is no model; attach a ...ForCausalLM model")
     parameters = inspect.signature(model.forward).parameters
     for name in ("input_ids", "position_ids", "attention_mask", "logits_to_keep"):
         if name not in parameters:
             raise UnsupportedModel(
                 f"{type(model).__name__}.forward takes no {name}; attach a ...ForCausalLM model"
             )
+
+
+def _place(family: Family) -> str:
+    """Type and device of what attention computes with, by a norm: other weights may be packed."""
+    parameters = family.layers[0].module.parameters()
+    return next((f"{p.dtype} on {p.device}" for p in parameters if p.dim() == 1), "nothing")
 
 
 def _made_by_kvtier(step: object) -> bool:

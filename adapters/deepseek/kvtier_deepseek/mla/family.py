@@ -154,10 +154,12 @@ def mla_family(
     max_absorbed: int | Literal["measured"] | None,
 ) -> MlaFamily:
     """The family of ``model``; arguments and errors are those of ``attach``."""
-    if isinstance(max_absorbed, int) and max_absorbed < 0:
-        raise ConfigError(f"max_absorbed={max_absorbed} is negative; 0 turns the absorbed form off")
-    if isinstance(max_absorbed, str) and max_absorbed != "measured":
-        raise ConfigError(f'max_absorbed={max_absorbed!r} must be a count, "measured" or None')
+    if max_absorbed not in (None, "measured") and (
+        isinstance(max_absorbed, bool) or not isinstance(max_absorbed, int) or max_absorbed < 0
+    ):
+        raise ConfigError(
+            f'max_absorbed={max_absorbed!r} must be a count (0: never), "measured" or None'
+        )
     config: Any = getattr(model, "config", None)
     layers = structure.attention_layers(model, config)
     dims = head_dims(config)
