@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtier import Cache, Lease
@@ -121,10 +122,51 @@ def cut(length: int, chunk: int, start: int = 0) -> list[int]:
     return [min(chunk, length - at) for at in range(start, length, chunk)]
 
 
+def any_course(
+    cache: Cache,
+    adapter: Adapter,
+    data: st.DataObject,
+    streams: Sequence[list[int]],
+    wants: Sequence[Tensor],
+    atol: float = LOGITS,
+) -> None:
+    """Steps of up to 13 tokens of several requests, of which a part is rejected, and a pause or a
+    fork after each; ``wants`` are the streams' logits."""
+    leases = [cache.lease([]) for _ in streams]
+    for _ in range(7):
+        counts = [min(data.draw(st.integers(0, 13)), 60 - lease.num_tokens) for lease in leases]
+        kept = [data.draw(st.integers(0, n)) for n in counts]
+        rows = [r for r in range(3) if counts[r]]
+        work = []
+        for r in rows:
+            mine = streams[r][leases[r].num_tokens :]
+            wrong = [(t + 1) % 97 for t in mine[kept[r] : counts[r]]]
+            work.append((leases[r], mine[: kept[r]] + wrong))
+        with cache.step(work) as step:
+            logits = adapter.forward(step, all_logits=True).split(step.query_lens.tolist())
+            for r, got, start in zip(rows, logits, step.context_lens.tolist(), strict=True):
+                near(got[: kept[r]], wants[r][start : start + kept[r]], atol)
+                step.accept(leases[r], kept[r])
+        r = data.draw(st.integers(0, 2))
+        what = data.draw(st.sampled_from(["pause", "fork", "go on"]))
+        if what == "pause":
+            leases[r].pause().result(timeout=30)
+            leases[r].resume().result(timeout=30)
+        elif what == "fork":
+            other = leases[r].fork()
+            other.ready.result(timeout=30)
+            leases[r].release()
+            leases[r] = other
+    for lease in leases:
+        lease.release()
+    cache.check()
+
+
 __all__ = [
     "LOGITS",
     "MIXED",
     "PAGE",
+    "any_course",
     "cut",
     "expected",
     "feed",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtier_deepseek import attach, generate
 from tests.adapter.models import full_logits, hf_greedy, random_tokens
-from tests.adapter.swa_kit import cut, feed, near, run
+from tests.adapter.swa_kit import any_course, cut, feed, near, run
 from tests.adapter.v32_kit import LOGITS, new_model, open_cache, v32_model, with_selection
 
 SPLIT = [13, 1, 1, 9, 2, *[1] * 19]
@@ -203,34 +203,7 @@ def test_any_course_of_several_requests(data: st.DataObject, topk: int) -> None:
         open_cache(model, gpu=40, cpu=60, max_leases=4, max_draft=13) as cache,
         attach(model, cache) as adapter,
     ):
-        leases = [cache.lease([]) for _ in streams]
-        for _ in range(7):
-            counts = [min(data.draw(st.integers(0, 13)), 60 - lease.num_tokens) for lease in leases]
-            kept = [data.draw(st.integers(0, n)) for n in counts]
-            rows = [r for r in range(3) if counts[r]]
-            work = []
-            for r in rows:
-                mine = streams[r][leases[r].num_tokens :]
-                wrong = [(t + 1) % 97 for t in mine[kept[r] : counts[r]]]
-                work.append((leases[r], mine[: kept[r]] + wrong))
-            with cache.step(work) as step:
-                logits = adapter.forward(step, all_logits=True).split(step.query_lens.tolist())
-                for r, got, start in zip(rows, logits, step.context_lens.tolist(), strict=True):
-                    near(got[: kept[r]], wants[r][start : start + kept[r]], LOGITS)
-                    step.accept(leases[r], kept[r])
-            r = data.draw(st.integers(0, 2))
-            what = data.draw(st.sampled_from(["pause", "fork", "go on"]))
-            if what == "pause":
-                leases[r].pause().result(timeout=30)
-                leases[r].resume().result(timeout=30)
-            elif what == "fork":
-                other = leases[r].fork()
-                other.ready.result(timeout=30)
-                leases[r].release()
-                leases[r] = other
-        for lease in leases:
-            lease.release()
-        cache.check()
+        any_course(cache, adapter, data, streams, wants, LOGITS)
 
 
 def test_ties_go_to_the_earlier_token() -> None:
