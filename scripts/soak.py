@@ -3,9 +3,9 @@
     python scripts/soak.py --device cuda --minutes 8
     python scripts/soak.py --device cpu --minutes 30
 
-Rounds of about a minute, one layout after the other, each on the disk that its last round left
-behind: closed cleanly, or with work abandoned, or by a process that was killed in the middle.  See
-``tests/device/traffic.py`` for what a round does.  Ends with a summary in
+Runs for at least so long, in rounds of about a minute, one layout after the other, each on the disk
+that its last round left behind: closed cleanly, or with work abandoned, or by a process that was
+killed in the middle.  See ``tests/device/traffic.py`` for what a round does.  Ends with a summary in
 ``benchmarks/results/soak_DEVICE.json``; the exit status is 1 if a byte was wrong, an invariant
 broken, something hung or leaked, or a tier has not given anything back.  Then it says with which
 seed, and what was done last.
@@ -80,12 +80,12 @@ class Soak:
         total = self.options.minutes * 60
         length = min(ROUND_S, max(4.0, total / (3 * len(self.layouts))))
         with self.progress():
-            while not self.failures:
-                left = total - (time.monotonic() - self.born)
-                if self.rounds >= len(self.layouts) and left < length / 2:
-                    break
-                last = self.rounds + 1 >= len(self.layouts) and left < 2 * length
-                self.round(self.layouts[self.rounds % len(self.layouts)], length, last=last)
+            last = False
+            while not last and not self.failures:
+                left, seconds = total - (time.monotonic() - self.born), length
+                if self.rounds + 1 >= len(self.layouts) and left < 1.5 * length:
+                    last, seconds = True, max(left, length / 2)
+                self.round(self.layouts[self.rounds % len(self.layouts)], seconds, last=last)
         if not self.failures:
             self.verdict()
 

@@ -515,7 +515,7 @@ def pages_pass_on(model: DeviceModel) -> None:
         return model.pool._storage[c.name, layer].index_select(0, pages)
 
     def first_two(lease: Lease) -> torch.Tensor:
-        return torch.from_numpy(lease.block_table()[:2]).to(model.pool.device, torch.int64)
+        return torch.tensor(lease.block_table()[:2]).to(model.pool.device, torch.int64)
 
     with torch.cuda.stream(a):
         with compute(model, tokens, write=False) as lease:

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +47,43 @@ def test_a_short_one(soak: ModuleType, tmp_path: Path, capsys: pytest.CaptureFix
     assert counts["failures", None] == 0
     assert counts["requests", None] > 20
     assert all(counts[each] > 0 for each in restored)
+
+
+@pytest.mark.parametrize("around", [0.0, 3.0, 12.0, 40.0])
+@pytest.mark.parametrize("layout", ["all", "mla"])
+@pytest.mark.parametrize("minutes", [0.05, 0.3, 1.0, 2.5, 8.0, 30.0])
+def test_it_runs_for_at_least_as_long_as_asked(
+    soak: ModuleType,
+    minutes: float,
+    layout: str,
+    around: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever a round takes besides its own seconds (``around``): one that is the last, with its
+    checks for leaks, and no layout left out."""
+    now = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+    monkeypatch.setattr(soak, "time", clock)
+    options = ["--minutes", str(minutes), "--device", "cuda", "--layout", layout]
+    run, rounds = soak.Soak(soak.parse(options), tmp_path), []
+
+    def round_(name: str, seconds: float, *, last: bool) -> None:
+        nonlocal now
+        run.rounds += 1
+        rounds.append((name, seconds, last))
+        now += seconds + around
+
+    monkeypatch.setattr(run, "round", round_)
+    monkeypatch.setattr(run, "verdict", lambda: None)
+    run.run()
+    names, lengths, lasts = zip(*rounds, strict=True)
+    assert set(names) == set(run.layouts)
+    assert lasts == (False,) * (len(rounds) - 1) + (True,)
+    assert now - 100.0 >= 60 * minutes
+    assert min(lengths) >= 2.0
+    every = len(run.layouts) * (soak.ROUND_S + around)
+    assert now - 100.0 <= max(60 * minutes + 1.5 * soak.ROUND_S + around, every)
 
 
 def test_a_tier_that_gives_nothing_back_is_told(soak: ModuleType, tmp_path: Path) -> None:
