@@ -3,12 +3,12 @@
     python scripts/soak.py --device cuda --minutes 8
     python scripts/soak.py --device cpu --minutes 30
 
-Runs for at least so long, in rounds of about a minute, one layout after the other, each on the disk
-that its last round left behind: closed cleanly, or with work abandoned, or by a process that was
-killed in the middle.  See ``tests/device/traffic.py`` for what a round does.  Ends with a summary in
-``benchmarks/results/soak_DEVICE.json``; the exit status is 1 if a byte was wrong, an invariant
-broken, something hung or leaked, or a tier has not given anything back.  Then it says with which
-seed, and what was done last.
+Runs for at least so long, in rounds of about a minute, one layout after the other, each on the
+disk that its last round left behind: closed cleanly, or with work abandoned, or by a process that
+was killed in the middle.  See ``tests/device/traffic.py`` for what a round does.  Ends with a
+summary in ``benchmarks/results/soak_DEVICE.json``; the exit status is 1 if a byte was wrong, an
+invariant broken, something hung or leaked, or a tier has not given anything back.  Then it says
+with which seed, and what was done last.
 """
 
 import argparse
