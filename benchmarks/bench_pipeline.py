@@ -4,8 +4,9 @@ Everything runs in one process on one GPU, in turn: bare pinned copies of the sa
 ceiling: one large copy, and one copy a page for comparison), then the real data plane: PACK
 (gather, staging, copy to the host frames), RESTORE from the host (copy, scatter into pages), and
 both at once, with several operations and at least 256 MB of each in flight.  Then one large restore
-of a dense layout: how soon its first layer can be read.  Frames are in random
-order, as in a cache that has run for a while.  What was moved is compared with what it should be.
+of a dense layout: how soon its first layer can be read.  Host frames are in random order, the worst
+there is; small pages also in runs of ``RUN``, less than a cache that has run for a while leaves
+(replayed traces: 9 to 32).  What was moved is compared with what it should be.
 
 Without a GPU there are no results.
 """
@@ -35,6 +36,8 @@ RESTORED = 10**9
 """Bytes of the restore whose first layer is waited for."""
 OPS = 4
 """Operations these bytes are cut into: a step of a prefill ends one."""
+RUN = 8
+"""Neighbours that host frames come in."""
 COPIES = 4
 """Bare copies of all that back to back, for one sample."""
 
@@ -44,6 +47,13 @@ class Case:
     name: str
     layout: Layout
     kind: Kind = Kind.HISTORY
+    run: int = 1
+    """Host frames of so many records in turn are neighbours."""
+
+    @property
+    def params(self) -> dict[str, Param]:
+        known: dict[str, Param] = {"layout": self.name, "bytes": _record_bytes(self)}
+        return known if self.run == 1 else {**known, "frames": f"runs of {self.run}"}
 
 
 def run(quick: bool) -> list[Result]:
@@ -53,11 +63,13 @@ def run(quick: bool) -> list[Result]:
         return []
     v4 = v4_flash()
     assert v4.page_bytes() == 998_208
+    small = gqa(layers=4, kv_heads=2, head_dim=64)
     cases = [
         Case("v4-flash", v4),
         Case("v4-flash-tails", v4, Kind.CHECKPOINT),
         Case("v3", v3()),
-        Case("small", gqa(layers=4, kv_heads=2, head_dim=64)),
+        Case("small", small),
+        Case("small", small, run=RUN),
     ]
     results: list[Result] = []
     for case in cases:
@@ -89,8 +101,7 @@ def _first_layer(case: Case, *, repeats: int, device: str = "cuda") -> list[Resu
 
 
 def _case(case: Case, *, ops: int) -> list[Result]:
-    size = _record_bytes(case)
-    params: dict[str, Param] = {"layout": case.name, "bytes": size}
+    params = case.params
     bench = _Bench(case)
     try:
         results = []
@@ -149,7 +160,11 @@ class _Bench:
             config=config,
         )
         rng = np.random.default_rng(0)
-        host = rng.permutation(2 * self.records * self.frames).reshape(-1, self.frames)
+        count = 2 * self.records * self.frames
+        starts = range(0, count, case.run)
+        runs = [np.arange(at, min(at + case.run, count)) for at in starts]
+        host = np.concatenate([runs[i] for i in rng.permutation(len(runs))])
+        host = host.reshape(-1, self.frames)
         order = rng.permutation(2 * self.records)
         # The first half is packed, the second restored.
         self.ends = [

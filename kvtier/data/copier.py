@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kvtier.core.ops import Part
 from kvtier.data.arrivals import Arrival, Arrivals
-from kvtier.data.batches import DST, Place
+from kvtier.data.batches import Place
 from kvtier.data.jobs import Job, Turns, Workers
 from kvtier.data.records import LayerLoad, Loader, Packer
 from kvtier.data.staging import Slots
@@ -376,9 +376,10 @@ class _Pack:
     """Every part has one frame."""
 
     def __post_init__(self) -> None:
-        counts = list(map(len, map(DST, self.job.op.parts)))
-        self.left, longest = sum(counts), max(counts, default=1)
-        self.single = longest == 1
+        parts, self.left, longest = self.job.op.parts, self.job.staged, 1
+        self.single = self.left == len(parts)
+        if not self.single:
+            longest = max(len(part.dst) for part in parts)
         even = even_batch(self.left, self.copier._pack_frames) + longest - 1
         self.batch = min(even, self.copier._staging.num_slots)
 

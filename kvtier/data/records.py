@@ -14,15 +14,14 @@ import torch
 from kvtier.core.ops import Part
 from kvtier.data.arrivals import Arrival
 from kvtier.data.batches import (
-    DST,
-    SRC,
     Batch,
     Place,
     Sizes,
     by_arena,
     by_sections,
     is_live,
-    numbers_of,
+    num_frames,
+    page_frames,
     split,
 )
 from kvtier.data.device import DevicePool, LayerGroup
@@ -94,9 +93,8 @@ class Packer:
 
     def batch(self, parts: Sequence[Part], slots: Sequence[int]) -> Batch:
         """Parts that are to be packed into these staging slots, as many as each has frames."""
-        held = list(map(DST, parts))
-        batch = Batch(self._sizes, self._host, parts, held, source=True)
-        batch.where, batch.rows = self._staging.frames, np.array(slots, np.int64)
+        batch = Batch(self._sizes, self._host, parts, None, source=True)
+        batch.where, batch.rows = self._staging.frames, np.sort(np.array(slots, np.int64))
         return batch
 
     def gather(self, batch: Batch, fences: Fences) -> Event:
@@ -234,7 +232,7 @@ class Loader:
         if self._pool.device.type == "cpu":
             return 0
         if places is None:
-            return sum(map(len, map(SRC, parts)))
+            return num_frames(parts, source=True)
         return sum(
             len(frames)
             for part, (_, frames) in zip(parts, places, strict=True)
@@ -274,9 +272,8 @@ class Loader:
     def layers(self, parts: Sequence[Part]) -> LayerLoad:
         """History pages in host frames as they are to come.  Raises IndexError for what is not
         there: once this has returned only the device can fail."""
-        batch = Batch(self._sizes, self._host, parts, list(map(SRC, parts)), source=False)
-        pages = as_rows(numbers_of(map(DST, parts)), self._pool.history.num_pages[0])
-        frames = as_rows(batch.frames, self._host.num_frames)
+        pages = as_rows(page_frames(parts, source=False), self._pool.history.num_pages[0])
+        frames = as_rows(page_frames(parts, source=True), self._host.num_frames)
         layers, size = self._pool.num_layers, self._sizes.page * len(parts)
         groups: list[LayerGroup] = []
         start, least = 0, FIRST_LAYERS_BYTES
@@ -325,7 +322,7 @@ class Loader:
         with self._streams.on(Lane.FETCH):
             for it in lower:
                 it.where = self._landing.frames
-                it.rows = np.array(landing_rows[used : used + len(it.frames)], np.int64)
+                it.rows = np.sort(np.array(landing_rows[used : used + len(it.frames)], np.int64))
                 used += len(it.frames)
                 copy_rows(it.arena.frames, it.frames, it.where, it.rows, it.sizes)
         return (self._streams.mark(Lane.FETCH),)

@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from math import inf
-from operator import countOf
 
 import torch
 
@@ -32,7 +31,7 @@ from kvtier.config import CacheConfig
 from kvtier.core.geometry import Geometry
 from kvtier.core.ops import Op, OpKind, Part
 from kvtier.data.arrivals import Arrival
-from kvtier.data.batches import DST, SOURCE, Sizes, kept_on_host
+from kvtier.data.batches import Sizes, kept_on_host, num_frames
 from kvtier.data.copier import Copier, even_batch
 from kvtier.data.device import DevicePool
 from kvtier.data.host import HostArena
@@ -241,7 +240,7 @@ class DeviceTransfer:
     # Device -> host
 
     def _start_pack(self, job: Job) -> None:
-        frames = sum(map(len, map(DST, job.op.parts)))
+        frames = num_frames(job.op.parts, source=False)
         waits = job.op.must or job.deadline is not None
         if not self._staging.admit(frames, always=waits):
             job.cut(0)
@@ -281,6 +280,10 @@ class DeviceTransfer:
             copied = even_batch(left, self._batch_frames)
             copied += max(frames) - 1  # so that none but the last falls short
             copied = min(copied, self._landing.num_slots or copied)
+            if left == len(frames):  # one each, so there is nothing to add up
+                for at in range(start, stop, copied):
+                    self._submit_load(job, at, min(at + copied, stop))
+                return
         begin, held, reads = start, 0, 1
         most = copied or self._read_most(left, reads, large=large)
         for at, count in enumerate(frames, start):
@@ -425,7 +428,7 @@ class DeviceTransfer:
 
 def _runs(parts: Sequence[Part]) -> Iterator[tuple[tuple[Tier, bool], int]]:
     """Parts of one source, all kept on the host or none, and how many there are."""
-    if countOf(map(SOURCE, parts), Tier.CPU) == len(parts):  # by far the most
+    if [part.source for part in parts].count(Tier.CPU) == len(parts):  # by far the most
         yield (Tier.CPU, False), len(parts)
         return
     for key, run in groupby(parts, key=lambda part: (part.source, kept_on_host(part))):

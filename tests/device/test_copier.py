@@ -1,9 +1,12 @@
 """What the copying thread is made of: turns, slots, even batches, copies of rows, late seals."""
 
+import itertools
 import threading
 import time
 from collections import deque
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -16,7 +19,7 @@ from kvtier.data import records, transfer
 from kvtier.data.copier import _Together, even_batch
 from kvtier.data.host import HostArena
 from kvtier.data.jobs import Turns
-from kvtier.data.rows import copy_rows
+from kvtier.data.rows import _neighbours_joined, copy_rows
 from kvtier.data.staging import Slots
 from kvtier.layouts import gqa, swa_c4_c128
 from tests.device.test_transfer_cpu import PLAIN, down, plane, up
@@ -173,6 +176,60 @@ def test_rows_are_copied_and_nothing_else(
             run(there, bad[0], host.frames, bad[1], [16])
     assert torch.equal(host.frames, back)
     host.close()
+
+
+def test_neighbours_are_copied_whole(device: str) -> None:
+    """Runs of rows on both sides, on one side only, and one that ends in a short row."""
+    pinned = torch.device("cuda", 0) if device == "cuda" else None
+    host = HostArena(12, 4096, pinned=pinned)
+    host.frames.copy_(torch.randint(0, 255, (12, 4096), dtype=torch.uint8))
+    there = torch.full((12, 4096), 0xFF, dtype=torch.uint8, device=device)
+    frames, rows = [1, 2, 3, 5, 6, 8, 9, 11], [0, 1, 2, 4, 8, 9, 10, 3]
+    sizes = [4096, 4096, 4096, 4096, 4096, 4096, 17, 4096]
+    want = there.cpu().clone()
+    for frame, row, size in zip(frames, rows, sizes, strict=True):
+        want[row, :size] = host.frames[frame, :size]
+
+    def run(*args: object) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
+            copy_rows(*args, sizes)  # type: ignore[arg-type]
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    run(host.frames, frames, there, rows)
+    assert torch.equal(there.cpu(), want)
+    held = host.frames.clone()
+    host.frames.fill_(0x11)
+    run(there, rows, host.frames, frames)
+    back = torch.full_like(held, 0x11)
+    for frame, size in zip(frames, sizes, strict=True):
+        back[frame, :size] = held[frame, :size]
+    assert torch.equal(host.frames, back)
+    host.close()
+
+
+@given(st.data())
+def test_neighbours_joined_are_the_same_bytes(data: st.DataObject) -> None:
+    """As few copies as can be, in the same order, and no byte more or less."""
+    count = data.draw(st.integers(1, 12))
+    number = st.integers(0, 12)
+    targets = data.draw(st.lists(number, min_size=count, max_size=count, unique=True))
+    if data.draw(st.booleans()):
+        targets.sort()
+    sources = data.draw(st.lists(number, min_size=count, max_size=count))
+    if data.draw(st.booleans()):
+        sources = [at + 1 for at in targets]
+    sizes = data.draw(st.lists(st.sampled_from([5, 8, 8, 8]), min_size=count, max_size=count))
+    copies = [(8 * t, 1000 + 8 * s, n) for t, s, n in zip(targets, sources, sizes, strict=True)]
+
+    def moved(some: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+        return [(t + i, s + i) for t, s, n in some for i in range(n)]
+
+    joined = _neighbours_joined(*(np.array(each, np.uint64) for each in zip(*copies, strict=True)))
+    found = list(zip(*(each.tolist() for each in joined), strict=True))
+    assert moved(found) == moved(copies)
+    for (t, s, n), (after, behind, _) in itertools.pairwise(found):
+        assert (t + n, s + n) != (after, behind)
 
 
 def test_a_seal_that_comes_late_says_nothing_of_what_was_written_since() -> None:
