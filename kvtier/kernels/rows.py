@@ -79,6 +79,8 @@ class Row:
     """Whether a captured graph may hold it whose lengths change."""
     missing: Callable[[], str] = _nothing
     """Why it cannot run here; empty if it can."""
+    unsummed: Callable[..., Any] | None = None
+    """``run`` with less work, where log-sum-exps are not looked at."""
 
     def lists(self, case: Case) -> bool:
         """Whether it is for this case, here or elsewhere."""
@@ -174,6 +176,29 @@ def _triton(
     )
 
 
+def _gluon(
+    operation: str,
+    record: str,
+    run: tuple[str, str],
+    dims: frozenset[Dims],
+    *,
+    by_name: bool = True,
+) -> Row:
+    """``run``: a module's name behind "gluon_", and the function's; queries in bfloat16."""
+    module, name = run
+    return Row(
+        operation,
+        record,
+        "gluon",
+        _lazy(f"gluon_{module}", name),
+        dims,
+        _BF16,
+        _CUDA,
+        by_name=by_name,
+        missing=_no_hopper,
+    )
+
+
 def _flashmla(
     operation: str,
     record: str,
@@ -196,6 +221,7 @@ def _flashmla(
         by_name=True,
         page_tokens=page_tokens,
         missing=partial(flashmla.missing, call),
+        unsummed=partial(run, sums=False),
     )
 
 
@@ -247,12 +273,25 @@ ROWS: tuple[Row, ...] = (
         missing=flashinfer.missing,
     ),
     _reference("mla_absorbed", _DENSE, mla.absorbed),
+    # Not measured, nor run on a device.
+    _gluon("mla_absorbed", "mla_fp8", ("latent", "absorbed"), _ABSORBED),
     _triton("mla_absorbed", "mla_fp8", ("mla", "absorbed"), _ABSORBED, _BF16, by_name=True),
     _reference("mla_absorbed", "mla_fp8", mla.absorbed, _ABSORBED),
     *(
         row
         for record, dtypes in zip(_LATENT_RECORDS, (_HALVES, _BF16), strict=True)
         for row in (
+            Row(
+                "mla_materialised",
+                record,
+                "gluon",
+                _lazy("gluon_prefill", "materialised"),
+                _WHOLE,
+                dtypes,
+                _CUDA,
+                by_name=True,
+                missing=_no_hopper,
+            ),
             _triton(
                 "mla_materialised",
                 record,
@@ -265,6 +304,7 @@ ROWS: tuple[Row, ...] = (
             _reference("mla_materialised_whole", record, prefill.materialised_sdpa, backend="sdpa"),
         )
     ),
+    *(_gluon("mla_sparse", name, ("latent", "mla_sparse"), _ABSORBED) for name in _LATENT_RECORDS),
     _triton("mla_sparse", _DENSE, ("mla_sparse", "mla_sparse"), _ABSORBED, _HALVES),
     _flashmla("mla_sparse", _DENSE, flashmla.mla_sparse, "sparse_prefill_fwd", _ABSORBED),
     _reference("mla_sparse", _DENSE, mla_sparse),

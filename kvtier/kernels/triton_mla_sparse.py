@@ -15,7 +15,7 @@ from kvtier.kernels.records import Record
 from kvtier.kernels.triton_mla import LATENT, LN2, LOG2E, ROPE, attend
 from kvtier.kernels.triton_write import adjacent, pool_of
 
-__all__ = ["mla_sparse"]
+__all__ = ["PARTS", "join", "mla_sparse"]
 
 HEADS = 64
 """Heads of one program, at most: they share the keys that it unpacks."""
@@ -87,8 +87,15 @@ def mla_sparse(
         num_stages=2,
     )
     if cut:
-        _join[(n * heads,)](parts, part_lse, count, out, lse, PARTS=PARTS)
+        join(parts, part_lse, out, lse)
     return out, lse
+
+
+def join(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Fills ``out`` (n, heads, 512) and ``lse`` (n, heads) by what each of up to ``PARTS`` parts
+    found: (parts, n, heads, 512) means of values and (parts, n, heads) natural log-sum-exps, -inf
+    where the means are not written."""
+    _join[(lse.numel(),)](parts, part_lse, parts.shape[0], out, lse, PARTS=PARTS)
 
 
 @triton.jit(

@@ -25,7 +25,7 @@ def assembled(text: str, inputs: list[Array]) -> list[Array]:
         with np.errstate(over="ignore"):
             return [np.exp2(inputs[0])]
     outputs = len(set(re.findall(r"\$\d+", text))) - len(inputs)
-    held = {f"${outputs + i}": x.astype(np.int32).view(np.uint32) for i, x in enumerate(inputs)}
+    held = {f"${outputs + i}": _bits(x) for i, x in enumerate(inputs)}
 
     def value(name: str) -> Any:
         return held[name] if name in held else np.uint32(int(name, 0))
@@ -39,14 +39,37 @@ def assembled(text: str, inputs: list[Array]) -> list[Array]:
             held[to] = value(of[0]) << value(of[1])
         elif op == "and.b32":
             held[to] = value(of[0]) & value(of[1])
+        elif op == "mov.b32":
+            held[to] = value(of[0])
+        elif op == "sub.rn.f32":
+            held[to] = (value(of[0]).view(np.float32) - value(of[1]).view(np.float32)).view(
+                np.uint32
+            )
+        elif op == "cvt.rn.bf16x2.f32":
+            held[to] = _pair(*(value(x).view(np.float32) for x in of))
         elif op == "mul.bf16x2":
-            a, b = value(of[0]), value(of[1])
-            high = to_bf16(of_bf16(a >> 16) * of_bf16(b >> 16)).astype(np.uint32)
-            low = to_bf16(of_bf16(a & 0xFFFF) * of_bf16(b & 0xFFFF)).astype(np.uint32)
-            held[to] = high << np.uint32(16) | low
+            (a, b), (c, d) = (_halves(value(x)) for x in of)
+            held[to] = _pair(a * c, b * d)
+        elif op == "fma.rn.bf16x2":  # a product of two and a sum are exact in float64
+            (a, b), (c, d), (e, f) = (_halves(value(x)) for x in of)
+            wide = np.float64
+            high = (a.astype(wide) * c + e).astype(np.float32)
+            held[to] = _pair(high, (b.astype(wide) * d + f).astype(np.float32))
         else:
             raise NotImplementedError(line)
     return [held[f"${i}"].view(np.int32) for i in range(outputs)]
+
+
+def _bits(x: Array) -> Array:
+    return (x if x.dtype == np.float32 else x.astype(np.int32)).view(np.uint32)
+
+
+def _halves(x: Array) -> tuple[Array, Array]:
+    return of_bf16(x >> np.uint32(16)), of_bf16(x & np.uint32(0xFFFF))
+
+
+def _pair(high: Array, low: Array) -> Array:
+    return to_bf16(high).astype(np.uint32) << np.uint32(16) | to_bf16(low).astype(np.uint32)
 
 
 def permuted(a: Array, b: Any, selector: int) -> Array:

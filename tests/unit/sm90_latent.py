@@ -1,0 +1,93 @@
+"""Compiles for an H100 or H200 what attention to latent rows in gluon launches there; needs no GPU.
+
+Prints one JSON object: for each kernel registers, bytes of shared memory, bytes spilled, and what
+the assembler warns of.  Run in a process of its own, without ``TRITON_INTERPRET``:
+``python -m tests.unit.sm90_latent``.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kvtier.kernels import RECORDS, gluon_latent
+from tests.unit.sm90 import resources
+from tests.unit.sm90_mla import warnings
+from tests.unit.v4_cases import batch_of
+
+
+def pages(record: str) -> torch.Tensor:
+    if record == "dense":
+        return torch.zeros(64, 576, dtype=torch.bfloat16)
+    return torch.zeros(2, RECORDS[record].page_bytes(64), dtype=torch.uint8)
+
+
+def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Steps as they would run on an H200."""
+    query = torch.zeros(128, 128, 576, dtype=torch.bfloat16)
+    for name in ("mla_fp8", "dense"):
+        for label, n, width in (("window", 128, 128), ("chosen", 128, 2048), ("parts", 1, 2048)):
+            yield (
+                f"{name} {label}",
+                lambda name=name, n=n, width=width: gluon_latent.mla_sparse(
+                    *(query[:n], pages(name), torch.zeros(n, width, dtype=torch.int32)),
+                    latent_dim=512,
+                    scale=1.0,
+                    record=RECORDS[name],
+                ),
+            )
+    for heads in (16, 128):
+        yield (
+            f"pages {heads}",
+            lambda heads=heads: gluon_latent.absorbed(
+                *(query[:1, :heads].contiguous(), pages("mla_fp8")),
+                batch_of([(1, 70)], page_tokens=64),
+                latent_dim=512,
+                scale=1.0,
+            ),
+        )
+
+
+def main() -> None:
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+        )
+    )
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled.append((self.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
+        return compiled[-1][1]
+
+    JITFunction.run = compile_only
+    gluon_latent._processors = lambda device: 132
+    report = {}
+    for label, call in calls():
+        if len(sys.argv) > 1 and not any(word in label for word in sys.argv[1:]):
+            continue
+        compiled.clear()
+        call()
+        for name, kernel in compiled:
+            if name.startswith("_attend"):
+                report[label] = {
+                    "shared": kernel.metadata.shared,
+                    **resources(kernel.asm["cubin"]),
+                    "products": kernel.asm["ptx"].count("wgmma.mma_async"),
+                    "barriers": kernel.asm["ptx"].count("bar.sync"),
+                    "warnings": warnings(kernel.asm["ptx"]),
+                }
+    json.dump(report, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()
