@@ -2,19 +2,22 @@
 
 Everything is one layer's materialised attention over paged latent rows, projections up included, on
 random data: gathered, projected and attended chunk by chunk.  *Whole* is a workspace that holds all
-rows at once, and the baseline.  Five parts, each a generator of ``Result``:
+rows at once, and the baseline.  Six parts, each a generator of ``Result``, in this order:
 
-``contexts``  a step of new tokens behind contexts of some length: time and peak memory by workspace
-``mixed``     the same of one long context beside many short ones
+``kernels``   attention to one chunk alone, beside torch's own on the same keys and values
+``backends``  all that run the operation here, beside each other and beside dense attention in
+              float32: what the kernel table picks by (``write_table``)
+``forms``     the absorbed form beside the materialised one, by new tokens
+``mixed``     a step behind one long context and many short ones: time and peak memory by workspace
+``contexts``  the same behind contexts of one length
 ``prompts``   a prompt fed in pieces, or all at once: time in all, and how long a decode row waits
               that is in the same step as the last piece
-``forms``     the absorbed form beside the materialised one, by new tokens
-``kernels``   attention to one chunk alone, beside torch's own on the same keys and values
 
 On a GPU with the sizes of DeepSeek-V3; without one with toy sizes, by the reference.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 import weakref
@@ -30,6 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.attention_parts import Part, Shape, Work
+from benchmarks.bench_attention import TABLE, Timed, write_times
 from benchmarks.harness import Param, Result, meta, summarise, write
 from kvtier.kernels import (
     Case,
@@ -45,8 +50,10 @@ __all__ = ["GPU", "TOY", "Sizes", "main", "run", "timed"]
 
 WHOLE_BYTES = 90 << 30
 """A workspace for everything at once may take so much of a GPU."""
-LONG_MS = 1000
+LONG_MS = 400
 """Calls that have taken so long together are enough."""
+MANY_KEYS = 1 << 20
+"""Of a step: in a small workspace it takes seconds, and shows what fewer keys have shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +63,8 @@ class Sizes:
     dims: HeadDims
     dtype: torch.dtype
     device: str
-    backend: str
+    backends: tuple[str, ...]
+    """The first is what everything but ``kernels`` and ``backends`` is measured with."""
     page: int
     workspaces: tuple[int, ...]
     """Rows."""
@@ -72,7 +80,13 @@ class Sizes:
     queries: tuple[int, ...]
     behind: int
     """New tokens, and the context before them, of which the forms are compared."""
+    loads: tuple[tuple[int, int, int], ...]
+    """Sequences, new tokens of each, keys of each: what backends are compared at."""
     repeats: int
+
+    @property
+    def backend(self) -> str:
+        return self.backends[0]
 
     def quick(self) -> "Sizes":
         """A third of it, with the extremes."""
@@ -81,16 +95,17 @@ class Sizes:
             for name in ("contexts", "batches", "prompts", "pieces")
         }
         fields = {name: getattr(self, name) for name in self.__slots__}
-        return Sizes(**{**fields, **ends, "queries": self.queries[::2], "repeats": 3})
+        fewer = {"queries": self.queries[::3], "loads": self.loads[::2], "repeats": 3}
+        return Sizes(**{**fields, **ends, **fewer})
 
 
 GPU = Sizes(
     dims=HeadDims(heads=128, latent=512, rope=64, nope=128, value=128),
     dtype=torch.bfloat16,
     device="cuda",
-    backend="triton",
+    backends=("gluon", "triton"),
     page=64,
-    workspaces=(1024, 8192, 32768),
+    workspaces=(1024, 4096, 8192, 32768),
     tokens=2048,
     contexts=(1024, 4096, 16384, 65536, 131072),
     batches=(1, 4, 8, 32),
@@ -100,13 +115,21 @@ GPU = Sizes(
     pieces=(512, 2048, 8192),
     queries=(16, 32, 64, 96, 128, 192, 256, 384, 512, 1024),
     behind=8192,
+    loads=(
+        (1, 8192, 8192),
+        (1, 2048, 2048),
+        (1, 512, 16384),
+        (32, 64, 4096),
+        (8, 256, 8192),
+        (1, 2048, 131072),
+    ),
     repeats=7,
 )
 TOY = Sizes(
     dims=HeadDims(heads=2, latent=16, rope=4, nope=8, value=8),
     dtype=torch.float32,
     device="cpu",
-    backend="torch",
+    backends=("torch",),
     page=16,
     workspaces=(32, 128),
     tokens=32,
@@ -118,31 +141,58 @@ TOY = Sizes(
     pieces=(16, 32),
     queries=(1, 4, 16, 64),
     behind=64,
+    loads=((1, 32, 64), (4, 8, 16)),
     repeats=3,
 )
 
 
-def run(quick: bool, sizes: Sizes | None = None) -> list[Result]:
+def run(
+    quick: bool,
+    sizes: Sizes | None = None,
+    write_table: Path | None = None,
+    json_path: Path | None = None,
+) -> list[Result]:
     """All parts, of ``sizes`` (None: those of a GPU where there is one, toys otherwise).
 
-    A case that fails, or that memory does not hold, is told of and left out.
+    A case that fails, or that memory does not hold, is told of and left out.  What has been
+    measured is in the files after each case, whatever comes next.
     """
     if sizes is None:
         sizes = GPU if torch.cuda.is_available() else TOY
     if quick:
         sizes = sizes.quick()
+    about = meta()
     results: list[Result] = []
-    for part in (contexts, mixed, prompts, forms, kernels):
+    compared: list[Timed] = []
+    _compile(sizes)
+    for part in (kernels, partial(backends, compared), mixed, forms, contexts, prompts):
         for case in part(sizes):
             try:
                 for result in case():
                     _show(result)
                     results.append(result)
             except Exception as error:  # noqa: BLE001  one case must not lose the others
-                print(f"{part.__name__}: {type(error).__name__}: {error}", flush=True)
+                name = getattr(part, "__name__", "backends")
+                print(f"{name}: {type(error).__name__}: {error}", flush=True)
+            if json_path is not None:
+                write(json_path, results, about)
+            if write_table is not None and compared:
+                write_times(write_table, compared, about)
             if sizes.device == "cuda":
                 torch.cuda.empty_cache()
     return results
+
+
+def _compile(sizes: Sizes) -> None:
+    """Once with every size of a tile, in one chunk and in several, so that no sample compiles."""
+    for backend in sizes.backends:
+        for queries in (1, 17, 65, 129):
+            try:
+                layer = Layer(sizes, [(queries, 4 * sizes.page + queries)], backend)
+                layer(layer.workspace(2 * sizes.page))
+            except Exception as error:  # noqa: BLE001  told again where it is to be measured
+                print(f"{backend}: {type(error).__name__}: {error}", flush=True)
+                break
 
 
 Cases = Iterator[Callable[[], Iterator[Result]]]
@@ -195,6 +245,12 @@ def kernels(sizes: Sizes) -> Cases:
         yield partial(_kernels, sizes, queries, keys, causal)
 
 
+def backends(compared: list[Timed], sizes: Sizes) -> Cases:
+    """``materialised_us``: the whole operation by each backend; the baseline is the first's."""
+    for load in sizes.loads:
+        yield partial(_backends, sizes, load, compared)
+
+
 def _by_workspace(
     sizes: Sizes, lengths: Sequence[tuple[int, int]], params: dict[str, Param]
 ) -> Iterator[Result]:
@@ -206,12 +262,14 @@ def _by_workspace(
     for name, rows in spaces:
         if rows * row_bytes(sizes.dims, sizes.dtype.itemsize) > WHOLE_BYTES:
             continue
+        if keys > MANY_KEYS and rows == min(sizes.workspaces):
+            continue
         mine = {**params, "workspace": name, "backend": sizes.backend}
         with Peak(sizes.device) as peak:
             workspace = call.workspace(rows)
             call(workspace)
         memory = summarise("chunk_mb", [peak.bytes / 1e6], unit="MB", params=mine)
-        took = timed(partial(call, workspace), sizes)
+        took = timed(partial(call, workspace), sizes, warm=True)
         spent = summarise("chunk_ms", took, unit="ms", params=mine)
         yield spent.against(base[0] if base else None)
         yield memory.against(base[1] if base else None)
@@ -279,22 +337,68 @@ def _forms(sizes: Sizes, queries: int, context: int) -> Iterator[Result]:
 def _kernels(sizes: Sizes, queries: int, keys: int, causal: bool) -> Iterator[Result]:
     d = sizes.dims
     context = 0 if causal else keys
-    layer = Layer(sizes, [(queries, queries + context)])
-    layer.project = lambda latent, out: None
-    workspace = layer.workspace(layer.padded)
-    workspace.projected.normal_()
-    layer(workspace)
     pairs = queries * (queries + 1) // 2 + queries * context
     flops = 2 * pairs * d.heads * (d.nope + d.rope + d.value)
     params: dict[str, Param] = {"queries": queries, "context": context}
+    layer = Layer(sizes, [(queries, queries + context)])
+    workspace = layer.workspace(layer.padded)
+    workspace.latent.normal_()
+    workspace.projected.normal_()
     base = _torch_times(sizes, layer.query, workspace, queries, context)
-    for name, samples in {**base, sizes.backend: timed(lambda: layer(workspace), sizes)}.items():
+    found = dict(base)
+    for backend in sizes.backends:
+        layer.choose(backend)
+        layer.project = lambda latent, out: None
+        found[backend] = timed(partial(layer, workspace), sizes)
+    for name, samples in found.items():
         result = summarise("attend_ms", samples, unit="ms", params={**params, "backend": name})
-        if name == sizes.backend and base:
+        if name in sizes.backends and base:
             fastest = min(statistics.median(times) for times in base.values())
             result = result.against(fastest)
         print(f"{name}: {flops / result.median / 1e9:.0f} TFLOP/s", flush=True)
         yield result
+
+
+def _backends(sizes: Sizes, load: tuple[int, int, int], compared: list[Timed]) -> Iterator[Result]:
+    batch, queries, keys = load
+    layer = Layer(sizes, [(queries, keys)] * batch)
+    rows = min(sizes.workspaces[-2], layer.padded)
+    workspace = layer.workspace(rows)
+    samples: dict[str, list[float]] = {}
+    errors: dict[str, float] = {}
+    for backend in sizes.backends:
+        try:
+            layer.choose(backend)
+            errors[backend] = layer.error(layer(workspace))
+            samples[backend] = [
+                1e3 * ms for ms in timed(partial(layer, workspace), sizes, warm=True)
+            ]
+        except Exception as error:  # noqa: BLE001  the others are still wanted
+            print(f"{backend}: {type(error).__name__}: {error}", flush=True)
+            errors[backend] = float("inf")
+    d = sizes.dims
+    part = Part(
+        "materialised_us",
+        "mla_materialised",
+        "dense",
+        (d.nope + d.rope, d.value),
+        *(_no_work, 0, (), ()),
+    )
+    shape = Shape(batch, d.heads, keys, queries)
+    compared.append(Timed(part, shape, samples, errors))
+    base = None
+    for backend, some in samples.items():
+        params: dict[str, Param] = {"batch": batch, "queries": queries, "keys": keys}
+        result = summarise(
+            "materialised_us", some, unit="us", params={**params, "backend": backend}
+        )
+        print(f"{backend}: error {errors[backend]:.1e}", flush=True)
+        yield result.against(base)
+        base = base or result.median
+
+
+def _no_work(*_: object) -> Work:
+    raise NotImplementedError
 
 
 def _torch_times(
@@ -335,7 +439,9 @@ def _torch_times(
 class Layer:
     """One call's tensors: queries, rows in scattered pages, and the projection."""
 
-    def __init__(self, sizes: Sizes, lengths: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, sizes: Sizes, lengths: Sequence[tuple[int, int]], backend: str | None = None
+    ) -> None:
         d = self._dims = sizes.dims
         self._sizes = sizes
         like: dict[str, Any] = {"dtype": sizes.dtype, "device": sizes.device}
@@ -347,15 +453,42 @@ class Layer:
         self.weight = torch.randn(d.heads * (d.nope + d.value), d.latent, **like)
         self.weight *= d.latent**-0.5
         self.project: Callable[[Tensor, Tensor], object] = self._project
-        width = d.latent + d.rope
-        cases = {
-            "materialised": Case(
+        self.choose(backend or sizes.backend)
+
+    def choose(self, backend: str) -> None:
+        """From here on by this backend.  Raises ConfigError where it is not available."""
+        d, sizes = self._dims, self._sizes
+        self._materialised = select(
+            Case(
                 "mla_materialised", "dense", (d.nope + d.rope, d.value), sizes.dtype, sizes.device
             ),
-            "absorbed": Case("mla_absorbed", "dense", (width, d.latent), sizes.dtype, sizes.device),
-        }
-        self._materialised = select(cases["materialised"], backend=sizes.backend)
-        self._absorbed = select_all({"absorbed": cases["absorbed"]})["absorbed"]
+            backend=backend,
+        )
+        latent = (d.latent + d.rope, d.latent)
+        case = Case("mla_absorbed", "dense", latent, sizes.dtype, sizes.device)
+        self._absorbed = select_all({"absorbed": case})["absorbed"]
+
+    def error(self, out: Tensor) -> float:
+        """Of some queries and heads, against dense attention in float32, by the largest value."""
+        d, batch = self._dims, self.batch
+        worst, largest = 0.0, 1e-6
+        offsets = [0, *itertools.accumulate(batch.query_lens)]
+        for b in {0, len(batch.query_lens) - 1}:
+            n, kv = batch.query_lens[b], batch.kv_lens[b]
+            slots = batch.block_table[b, : -(-kv // batch.page_tokens)].long()
+            page = torch.arange(batch.page_tokens, device=slots.device)
+            latent = self.rows[(slots[:, None] * batch.page_tokens + page).flatten()[:kv]].float()
+            for h in {0, d.heads - 1}:
+                weight = self.weight.view(d.heads, d.nope + d.value, d.latent)[h]
+                up = (latent[:, : d.latent] @ weight.float().t()).to(out.dtype).float()
+                for i in {0, n // 2, n - 1}:
+                    seen = kv - n + i + 1
+                    query = self.query[offsets[b] + i, h].float()
+                    keys = torch.cat((up[:seen, : d.nope], latent[:seen, d.latent :]), -1)
+                    want = (keys @ query * 0.1).softmax(0) @ up[:seen, d.nope :]
+                    worst = max(worst, float((out[offsets[b] + i, h] - want).abs().max()))
+                    largest = max(largest, float(want.abs().max()))
+        return worst / largest
 
     def workspace(self, rows: int) -> Workspace:
         return Workspace.allocate(rows, self._dims, self._sizes.dtype, self._sizes.device)
@@ -415,19 +548,25 @@ def _batch(lengths: Sequence[tuple[int, int]], sizes: Sizes) -> PagedBatch:
     )
 
 
-def timed(call: Callable[[], object], sizes: Sizes) -> list[float]:
-    """Milliseconds of up to ``repeats`` calls, after one that compiles; of long ones, two."""
-    call()
-    samples: list[float] = []
-    while len(samples) < sizes.repeats and (len(samples) < 2 or sum(samples) < LONG_MS):
-        if sizes.device == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        call()
-        if sizes.device == "cuda":
-            torch.cuda.synchronize()
-        samples.append(1e3 * (time.perf_counter() - began))
+def timed(call: Callable[[], object], sizes: Sizes, *, warm: bool = False) -> list[float]:
+    """Milliseconds of up to ``repeats`` calls, after one if it is not ``warm`` yet; of long ones
+    the first has to do."""
+    samples = [] if warm else [_milliseconds(call, sizes)]
+    if not warm and samples[0] < LONG_MS:
+        samples.clear()
+    while not samples or (len(samples) < sizes.repeats and sum(samples) < LONG_MS):
+        samples.append(_milliseconds(call, sizes))
     return samples
+
+
+def _milliseconds(call: Callable[[], object], sizes: Sizes) -> float:
+    if sizes.device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    if sizes.device == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began)
 
 
 class Peak:
@@ -498,11 +637,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """``python -m benchmarks.bench_prefill --json PATH``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument(
+        "--write-table", type=Path, nargs="?", const=TABLE, help=f"write times here ({TABLE.name})"
+    )
     parser.add_argument("--quick", action="store_true", help="the extremes only")
     options = parser.parse_args(argv)
-    results = run(options.quick)
-    if options.json:
-        write(options.json, results, meta())
+    run(options.quick, write_table=options.write_table, json_path=options.json)
 
 
 if __name__ == "__main__":

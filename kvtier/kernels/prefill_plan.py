@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvtier.errors import ConfigError
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.planned import PerBatch
 
@@ -49,9 +50,11 @@ def plan_chunks(
     A chunk holds consecutive sequences: whole ones as long as they fit, then as many whole pages of
     the next as still do, unless it may not be ``cut``.  So every span starts at a page, none is
     empty, and only a chunk's first may go on with what an earlier chunk began.  A sequence without
-    rows ends a chunk.  Raises ValueError for ``rows`` that are no whole pages, or none, and for a
-    sequence that may not be cut and is longer.
+    rows ends a chunk.  Raises ConfigError for pages of less than one token, and ValueError for
+    ``rows`` that are no whole pages, or none, and for a sequence that may not be cut and is longer.
     """
+    if page_tokens < 1:
+        raise ConfigError(f"page_tokens={page_tokens!r}: a page holds at least one token")
     if rows < page_tokens or rows % page_tokens:
         raise ValueError(f"{rows} rows are not one or more pages of {page_tokens}")
     if not cut and (longest := max(lengths, default=0)) > rows:

@@ -17,13 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtier.kernels.mla import HeadDims, PagedBatch
-from kvtier.kernels.prefill import DENSE, Project, Results, Workspace, run_chunks
+from kvtier.kernels.prefill import DENSE, Meet, Project, Results, Workspace, run_chunks
 from kvtier.kernels.prefill_plan import Chunk, PrefillPlan
 from kvtier.kernels.records import RECORDS, Record
 from kvtier.kernels.triton_mla import LN2, LOG2E
 from kvtier.kernels.triton_write import adjacent, pool_of
 
-__all__ = ["materialised"]
+__all__ = ["chunked", "materialised", "meet"]
 
 GATHERED = 16
 """Rows that one program fetches."""
@@ -61,6 +61,21 @@ def materialised(
     values.  A row whose page is missing from the block table comes out as NaN.  Raises ValueError
     for other types.  Its speed on a GPU has not been measured.
     """
+    return chunked(query, rows, batch, project, dims, scale, workspace, record, meet)
+
+
+def chunked(
+    query: Tensor,
+    rows: Tensor,
+    batch: PagedBatch,
+    project: Project,
+    dims: HeadDims,
+    scale: float,
+    workspace: Workspace,
+    record: Record,
+    meet: Meet,
+) -> tuple[Tensor, Tensor]:
+    """``materialised``, by another way of attending to a chunk."""
     if record.planes and record is not RECORDS["mla_fp8"]:
         raise ValueError(f"rows of {record.name!r} records have no latent")
     if query.dtype not in (torch.bfloat16, torch.float16, torch.float32) or (
@@ -68,7 +83,7 @@ def materialised(
     ):
         raise ValueError(f"rows of {rows.dtype}, queries of {query.dtype}")
     query = adjacent(query)
-    return run_chunks(query, rows, batch, project, dims, scale, workspace, record, _gather, _meet)
+    return run_chunks(query, rows, batch, project, dims, scale, workspace, record, _gather, meet)
 
 
 def _gather(
@@ -104,7 +119,7 @@ def _gather(
     )
 
 
-def _meet(
+def meet(
     query: Tensor,
     plan: PrefillPlan,
     chunk: Chunk,
@@ -113,6 +128,7 @@ def _meet(
     scale: float,
     results: Results,
 ) -> None:
+    """Lets a chunk's tiles attend to what the workspace holds: one launch."""
     _, tiles = plan.tables(chunk, query.device)
     shape = SHAPES[plan.tile]
     _attend[(len(chunk.tiles), dims.heads)](

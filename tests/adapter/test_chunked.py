@@ -1,7 +1,11 @@
 """Chunked prefill in the adapter: forms, mixed steps, the one workspace of all layers, and contexts
 that come from other tiers; oracle: the model without any cache."""
 
+import queue
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtier import Cache, CacheConfig, ConfigError, KVTierError, Tier
+from kvtier.data import records, transfer
 from kvtier.kernels import Kernel, PrefillPlan, Workspace
 from kvtier.kernels.pack import has_triton
 from kvtier_deepseek import Adapter, attach, layout_for
@@ -17,6 +22,7 @@ from kvtier_deepseek.mla import threshold
 from kvtier_deepseek.mla.attention import QUERIES, _scratch_batch
 from tests.adapter.fake_step import FakeCache, FakeSequence
 from tests.adapter.models import full_logits, random_tokens, tiny_model
+from tests.device.test_arrivals import LateDevice
 
 CPU = torch.device("cpu")
 PAGE = 4
@@ -414,6 +420,61 @@ def test_context_from_another_tier(tier: Tier, tmp_path: Path) -> None:
         assert restored == {tier: context}
         assert torch.equal(here, there)
         torch.testing.assert_close(there, full_logits(model, prompt)[context:], atol=LOGITS, rtol=0)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
+    """A device that restores one layer at a time, each when it is told to."""
+    device = LateDevice()
+    monkeypatch.setattr(transfer, "EARLY_BYTES", 1)
+    monkeypatch.setattr(records, "LAYERS_BYTES", 1)
+    monkeypatch.setattr(records, "FIRST_LAYERS_BYTES", 1)
+    monkeypatch.setattr(transfer, "streams_for", lambda _: device)
+    monkeypatch.setattr(records, "unpack_pages", device.unpack)
+    yield device
+    device.stop()
+
+
+def test_a_layer_waits_for_its_own_pages_only(late: LateDevice) -> None:
+    """AT-2.9: while a layer's pages are on their way the layers before it have run, and it has not;
+    nothing is read before it has come."""
+    model = tiny_model("v3", num_hidden_layers=4)
+    prompt, context = random_tokens(70), 64
+    layout = layout_for(model.config, page_tokens=PAGE, dtype="float32")
+    config = CacheConfig(gpu_bytes=40 * PAGE_BYTES * 2, cpu_bytes=64 * 8192, eviction="lru")
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.o_proj.register_forward_hook(lambda *_, i=index: ended.put(i))
+    with (
+        Cache(layout, config, model="tiny", device="cpu") as cache,
+        attach(model, cache, workspace_bytes=TWO_PAGES, max_absorbed=0) as adapter,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        try:
+            with cache.lease(prompt) as lease:
+                lease.ready.result(30)
+                with cache.step([(lease, prompt[:context])]) as step:
+                    adapter.forward(step)
+            cache.flush().result(30)
+            cache.evict(Tier.GPU, 1000)
+            poison(cache)
+            while not ended.empty():
+                ended.get()
+            with cache.lease(prompt, max_reuse=context) as lease:
+                lease.ready.result(30)  # with no page on the device yet
+                assert lease.restored[Tier.CPU] == context
+                with cache.step([(lease, prompt[context:])]) as step:
+                    logits = pool.submit(adapter.forward, step, all_logits=True)
+                    for index in range(4):
+                        late.let(1)
+                        assert ended.get(timeout=30) == index
+                        time.sleep(0.05)  # a layer that did not wait would be over by then
+                        assert index == 3 or (ended.empty() and not logits.done())
+                    torch.testing.assert_close(
+                        logits.result(30), full_logits(model, prompt)[context:], atol=LOGITS, rtol=0
+                    )
+        finally:
+            late.let_all()
 
 
 def poison(cache: Cache) -> None:

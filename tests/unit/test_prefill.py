@@ -129,6 +129,12 @@ class TestPlanner:
         with pytest.raises(ValueError, match="pages of 16"):
             plan_chunks([1], rows, 16)
 
+    @pytest.mark.parametrize("page", [0, -4])
+    def test_pages_of_no_token(self, page: int) -> None:
+        """AT-2.8"""
+        with pytest.raises(ConfigError, match=f"page_tokens={page}"):
+            plan_chunks([1], 32, page)
+
     def test_one_too_long_that_may_not_be_cut(self) -> None:
         with pytest.raises(ValueError, match="33 rows, a workspace of 32"):
             plan_chunks([3, 33], 32, 16, cut=False)
@@ -470,7 +476,7 @@ def meets(backend: Callable[..., Any]) -> Callable[..., None]:
         return prefill._meet
     from kvtier.kernels import triton_prefill
 
-    return triton_prefill._meet
+    return triton_prefill.meet
 
 
 class TestFolding:

@@ -25,7 +25,7 @@ def test_every_part_tells_of_both_sides() -> None:
     results = bench_prefill.run(False, SMALL)
     found = {name: [r for r in results if r.name == name] for name in {r.name for r in results}}
     assert set(found) == {
-        "chunk_ms", "chunk_mb", "prompt_ms", "stall_ms", "form_us", "attend_ms",
+        "chunk_ms", "chunk_mb", "prompt_ms", "stall_ms", "form_us", "attend_ms", "materialised_us",
     }  # fmt: skip
     # Two contexts of one sequence and of four, and one long beside 31 short: each whole, in 32 rows
     # and in 16.
@@ -50,7 +50,7 @@ def test_a_case_that_fails_is_told_and_left_out(
 
     monkeypatch.setattr(bench_prefill.Layer, "absorbed", broken)
     names = {r.name for r in bench_prefill.run(True, SMALL)}
-    assert names == {"chunk_ms", "chunk_mb", "attend_ms"}
+    assert names == {"chunk_ms", "chunk_mb", "attend_ms", "materialised_us"}
     assert "forms: RuntimeError: no room" in capsys.readouterr().out
 
 
@@ -72,4 +72,9 @@ def test_a_long_call_is_made_less_often(monkeypatch: pytest.MonkeyPatch) -> None
     calls: list[int] = []
     monkeypatch.setattr(bench_prefill, "LONG_MS", -1)
     samples = bench_prefill.timed(lambda: calls.append(1), replace(TOY, repeats=9))
-    assert len(samples) == 2 and len(calls) == 3
+    assert len(samples) == len(calls) == 1
+    monkeypatch.setattr(bench_prefill, "LONG_MS", 1e6)
+    samples = bench_prefill.timed(lambda: calls.append(1), replace(TOY, repeats=9))
+    assert len(samples) == 9 and len(calls) == 1 + 10
+    samples = bench_prefill.timed(lambda: calls.append(1), replace(TOY, repeats=2), warm=True)
+    assert len(samples) == 2 and len(calls) == 1 + 10 + 2
