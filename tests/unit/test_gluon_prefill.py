@@ -1,7 +1,12 @@
 """Chunks as an H100 or H200 attends to them, on a CPU: the source's twin, with its groups of warps
 and its copies in many orders.  On a GPU the kernel itself."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,3 +144,19 @@ def test_a_tile_of_fewer_queries_goes_elsewhere(monkeypatch: pytest.MonkeyPatch)
         plan = PrefillPlan((Chunk((), (), 0, 0),), 64, tile, 0, False)
         gluon_prefill._meet(*((torch.empty(0), plan, plan.chunks[0]) + (None,) * 4))  # type: ignore[arg-type]
     assert asked == [16, 64]
+
+
+def test_it_compiles_as_it_was_meant_to() -> None:
+    """Products stay asynchronous, nothing is spilled, and two blocks of keys fit."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.sm90_prefill"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+        env=environment,
+    )
+    for found in json.loads(done.stdout).values():
+        assert found["warnings"] == [] and found["spilled"] == 0
+        assert found["shared"] <= 227 * 1024
