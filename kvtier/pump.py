@@ -30,7 +30,7 @@ from weakref import WeakSet
 
 from kvtier.core.leases import LeaseRecord, PrefetchRecord
 from kvtier.core.machine import CacheCore
-from kvtier.core.ops import Op, OpKind, Part
+from kvtier.core.ops import Op, OpKind, Part, Shortfall
 from kvtier.deadlines import Deadlines
 from kvtier.errors import CacheClosed, InvariantError, KVTierError
 from kvtier.futures import fail, fulfil
@@ -386,11 +386,14 @@ class Pump:
         op = self._running.pop(op_id, None)
         if op is None:
             raise InvariantError(f"op {op_id} ended twice or was never started")
-        unwanted = isinstance(error, ReadDropped)
+        why = Shortfall.SOURCE if error is None else Shortfall.FAULT
+        if isinstance(error, ReadDropped):
+            why = Shortfall.UNWANTED
         if op.kind is OpKind.RESTORE:
-            self.deadlines.ended(op, delivered if unwanted else len(op.parts))
+            tried = delivered if why is Shortfall.UNWANTED else len(op.parts)
+            self.deadlines.ended(op, tried)
         self._count(op, delivered)
-        ops = self._core.finish(op_id, delivered, error is not None and not unwanted, unwanted)
+        ops = self._core.finish(op_id, delivered, why)
         self.plan(ops)
         for watch in [w for w in self._watches if op_id in w.waiting]:
             watch.waiting.remove(op_id)

@@ -135,7 +135,7 @@ BUGS = [
     ),
     Bug(
         "a prefetch that was given up keeps its pages",
-        "machine",
+        "waiting",
         "            self._end_prefetch(rec)\n            return []",
         "            self.prefetches.pop(rec.id)\n            return []",
     ),
@@ -183,14 +183,14 @@ BUGS = [
     ),
     Bug(
         "a lease is active before all it waits for has ended",
-        "machine",
+        "waiting",
         "            if not rec.waits:\n                ops += self.parking.settle",
         "            if True:\n                ops += self.parking.settle",
     ),
     Bug(
         "an undelivered tail is trusted",
-        "machine",
-        "any(m.tail is rec.tail for m in run.moves[:delivered])",
+        "waiting",
+        "any(m.tail is rec.tail for m in run.delivered)",
         "any(m.tail is rec.tail for m in run.moves)",
     ),
     Bug(
@@ -201,9 +201,9 @@ BUGS = [
     ),
     Bug(
         "a cancelled prefetch keeps its pins",
-        "machine",
-        "            rec.done = True\n            self._end_prefetch(rec)",
-        "            rec.done = True\n            self.prefetches.pop(rec.id)",
+        "waiting",
+        "        rec.done = True\n        self._end_prefetch(rec)",
+        "        rec.done = True\n        self.prefetches.pop(rec.id)",
     ),
     Bug(
         "pins know no limit",
@@ -330,7 +330,7 @@ BUGS = [
     ),
     Bug(
         "resume trusts a pause that failed",
-        "machine",
+        "waiting",
         "                rec.parked.ok = False",
         "                pass",
     ),
@@ -374,18 +374,18 @@ BUGS = [
     Bug(
         "a failed read condemns its source",
         "operations",
-        "if not failed and not unwanted:\n",
+        "if shortfall is Shortfall.SOURCE:\n",
         "if True:\n",
     ),
     Bug(
         "what was left out condemns its source",
         "operations",
-        "if not failed and not unwanted:\n",
-        "if not failed:\n",
+        "if shortfall is Shortfall.SOURCE:\n",
+        "if shortfall is not Shortfall.FAULT:\n",
     ),
     Bug(
         "reads that others wait for are left out",
-        "machine",
+        "waiting",
         "set(op_ids).difference(*others)",
         "set(op_ids)",
     ),

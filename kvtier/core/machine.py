@@ -38,13 +38,14 @@ from kvtier.core.lifetimes import Lifetimes
 from kvtier.core.load_costs import LoadCosts
 from kvtier.core.lower import Lower
 from kvtier.core.operations import Operations, TailPools
-from kvtier.core.ops import Op, OpKind
+from kvtier.core.ops import Op, OpKind, Shortfall
 from kvtier.core.parking import Parking
 from kvtier.core.pinning import Pinning
 from kvtier.core.residency import Residency
 from kvtier.core.restore import Restore
 from kvtier.core.tree import Node
 from kvtier.core.upkeep import Upkeep
+from kvtier.core.waiting import Waiting
 from kvtier.core.writing import Writing
 from kvtier.errors import LeaseError, OutOfPages
 from kvtier.tokens import TokenBuffer
@@ -88,9 +89,6 @@ class CacheCore:
         self.operations.read_only_disk = read_only_disk
         self.tables = LeaseTables(geometry.max_leases, windows=geometry.window > 0)
         self.settled: list[LeaseRecord | PrefetchRecord] = []
-        self.unwanted: list[int] = []
-        """RESTOREs from disk that nobody waits for any more: whoever runs them may leave out what
-        has not begun.  To be taken out of here."""
         self.restore = Restore(
             self.residency, self.operations, self.tails, self.tables, self.settled
         )
@@ -115,7 +113,13 @@ class CacheCore:
         self.branching = Branching(self.restore, self.writing, self._ids)
         self.leases: dict[int, LeaseRecord] = {}
         self.upkeep = Upkeep(self.residency, self.leases, stores=self.lower.stores)
-        self.prefetches: dict[int, PrefetchRecord] = {}
+        self.waiting = Waiting(
+            self.residency, self.operations, self.restore, self.parking, self.leases
+        )
+        self.prefetches = self.waiting.prefetches
+        self.unwanted = self.waiting.unwanted
+        """RESTOREs from disk that nobody waits for any more: whoever runs them may leave out what
+        has not begun.  To be taken out of here."""
         self.pins: list[PinRecord] = []
         self.pinning = Pinning(self.residency, self.pins, share=max_pinned)
         self.lookups = 0
@@ -226,32 +230,10 @@ class CacheCore:
         A lease that waits for nothing of the disk is left as it is, and so is one for which there
         is no other state slot than the one that is still being written.  ``hung``: it is a fault
         of the disk, and counted."""
-        awaited = rec.waits
-        if (ops := self._without_disk(rec)) is None:
+        if (ops := self.waiting.without_disk(rec)) is None:
             return self._drops()
-        self._waited_no_more(awaited)
         self.residency.faults[DISK] += hung
         return ops + self._drops()
-
-    def _without_disk(self, rec: LeaseRecord | PrefetchRecord) -> list[Op] | None:
-        """None: it is left as it is."""
-        if isinstance(rec, PrefetchRecord):
-            if rec.done:
-                return None
-            self.restore.settle_prefetch(rec)
-            self._end_prefetch(rec)
-            return []
-        if not self.restore.give_up_disk(rec):
-            return None
-        if rec.parked is None:
-            return self.restore.stand_anew(rec, rec.nodes)
-        return self.parking.resume_without(rec)
-
-    def _waited_no_more(self, op_ids: Iterable[int]) -> None:
-        """By one; those that others wait for go on."""
-        leases, prefetches = self.leases.values(), self.prefetches.values()
-        others = [r.waits for r in leases if r.waits] + [r.waits for r in prefetches]
-        self.unwanted += self.operations.reads(set(op_ids).difference(*others))
 
     def at_hand(self, rec: LeaseRecord) -> int:
         """Tokens that a RESTORING lease could stand on without waiting for the disk."""
@@ -328,7 +310,7 @@ class CacheCore:
         self.tables.free.append(rec.row)
         del self.leases[rec.id]
         if awaited:
-            self._waited_no_more(awaited)
+            self.waiting.no_more(awaited)
         return ops + self._drops()
 
     # ------------------------------------------------------------------ upkeep
@@ -342,15 +324,8 @@ class CacheCore:
     ) -> tuple[PrefetchRecord, list[Op]]:
         """Bring a prefix up to the host; of pages that only the disk has ``most`` (None: all)."""
         path = self._known(tokens, identity, spans)
-        rec = PrefetchRecord(next(self._ids), path, set())
-        self.residency.pin(path)
-        self.prefetches[rec.id] = rec
-        self.residency.touch(path)
         whole = max(0, len(tokens) - 1) // self.geometry.page_tokens
-        ops = self.restore.prefetch(rec, whole, most)
-        if rec.done:
-            self._end_prefetch(rec)
-        return rec, ops
+        return self.waiting.prefetch(next(self._ids), path, whole, most)
 
     def _known(self, tokens: TokenBuffer, identity: Identity, spans: Sequence[Span]) -> list[Node]:
         """All known pages of a prompt; those that are only on disk are given nodes."""
@@ -359,17 +334,9 @@ class CacheCore:
         root = self.residency.root(identity)
         return self.restore.path(root, tokens.data, extras, len(tokens) // page)[0]
 
-    def _end_prefetch(self, rec: PrefetchRecord) -> None:
-        if self.prefetches.pop(rec.id, None) is not None:
-            nodes, rec.nodes = rec.nodes, []
-            self.residency.unpin(nodes)
-
     def cancel_prefetch(self, rec: PrefetchRecord) -> list[Op]:
         """Stop waiting; what still arrives stays, and its frames can be evicted then."""
-        if not rec.done:
-            rec.done = True
-            self._end_prefetch(rec)
-            self._waited_no_more(rec.waits)
+        self.waiting.cancel(rec)
         return self._drops()
 
     def pin(
@@ -418,41 +385,21 @@ class CacheCore:
         return self._drops()
 
     def finish(
-        self, op_id: int, delivered: int, failed: bool = False, unwanted: bool = False
+        self, op_id: int, delivered: int, shortfall: Shortfall = Shortfall.SOURCE
     ) -> list[Op]:
-        """An operation has ended with its first ``delivered`` parts done.
+        """An operation has ended with its first ``delivered`` parts done; ``shortfall`` is why
+        not with all, if so.
 
-        A RESTORE that ends short without having ``failed`` found the source of its next part bad
-        or missing: that copy is not offered again.  One that failed (a device, a medium, a lack
-        of memory) says nothing of its source: the leases waiting settle for what arrived.
-        ``unwanted``: it ended short because it was ``unwanted``, which is no fault; who has come to
-        wait for it meanwhile plans again.
+        A RESTORE whose next part has a bad or missing ``SOURCE``: that copy is not offered again.
+        After a ``FAULT`` the leases waiting settle for what arrived.  If it was ``UNWANTED``, who
+        has come to wait for it meanwhile plans again.
         """
-        run = self.operations.finish(op_id, delivered, failed=failed, unwanted=unwanted)
-        ops: list[Op] = []
-        delivered = len(run.moves) if run.failed_at < 0 else run.failed_at
-        for rec in [r for r in self.leases.values() if op_id in r.waits]:
-            if any(m.tail is rec.tail for m in run.moves[:delivered]) and rec.tail is not None:
-                rec.tail_ok = True
-            rec.waits.discard(op_id)
-            rec.give_up = rec.give_up or (failed and run.failed_at >= 0)
-            if rec.parked is not None and rec.parked.op_id == op_id and run.failed_at >= 0:
-                rec.parked.ok = False
-            if not rec.waits:
-                ops += self.parking.settle(rec) if rec.parked else self.restore.settle(rec)
-        for pre in [p for p in self.prefetches.values() if op_id in p.waits]:
-            pre.waits.discard(op_id)
-            if not pre.waits:
-                self.restore.settle_prefetch(pre)
-                self._end_prefetch(pre)
-        if run.op.kind in (OpKind.PACK, OpKind.RESTORE):
-            arrived = [
-                c.node
-                for m in run.moves[:delivered]
-                for c in m.targets
-                if c.slot % 3 == CPU and c.node is not None
-            ]
-            if run.op.kind is OpKind.PACK and arrived:
+        run = self.operations.finish(op_id, delivered, shortfall)
+        ops = self.waiting.finished(op_id, run, shortfall)
+        if run.op.kind is OpKind.PACK:
+            targets = (copy for move in run.delivered for copy in move.targets)
+            arrived = [c.node for c in targets if c.slot % 3 == CPU and c.node is not None]
+            if arrived:
                 ops += self.lower.store([*arrived, *self.lower.waiting_below(arrived)])
         return ops + self._drops()
 

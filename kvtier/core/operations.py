@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvtier.core.copies import CPU, DISK, TIERS, Copy
 from kvtier.core.frames import FramePool
 from kvtier.core.leases import Tail
-from kvtier.core.ops import Kind, Op, OpKind, Part
+from kvtier.core.ops import Kind, Op, OpKind, Part, Shortfall
 from kvtier.core.residency import Residency
 from kvtier.types import Tier
 
@@ -42,6 +42,11 @@ class Running:
     """First part that was not delivered, once ended; -1: all were."""
     drops: dict[bytes, int] = field(default_factory=dict)
     """DROP: frames by key."""
+
+    @property
+    def delivered(self) -> Sequence[Move]:
+        """Once ended."""
+        return self.moves if self.failed_at < 0 else self.moves[: self.failed_at]
 
 
 class PrivateFrames:
@@ -153,9 +158,7 @@ class Operations:
         for m in run.moves:
             self._release_sources(m)
 
-    def finish(
-        self, op_id: int, delivered: int, *, failed: bool, unwanted: bool = False
-    ) -> Running:
+    def finish(self, op_id: int, delivered: int, shortfall: Shortfall) -> Running:
         """An operation has ended with its first ``delivered`` parts done."""
         run = self.running.pop(op_id)
         kind, moves = run.op.kind, run.moves
@@ -185,9 +188,9 @@ class Operations:
             tier = CPU if kind is OpKind.PACK else DISK
             if kind is OpKind.RESTORE and source is not None:
                 tier = source.tier
-                if not failed and not unwanted:
+                if shortfall is Shortfall.SOURCE:
                     self._suspect(source)
-            self.residency.faults[tier] += not unwanted
+            self.residency.faults[tier] += shortfall is not Shortfall.UNWANTED
         for m in moves:
             if not run.packed:
                 self._release_sources(m)

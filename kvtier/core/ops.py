@@ -8,7 +8,7 @@ from enum import Enum
 
 from kvtier.types import Tier
 
-__all__ = ["Kind", "Op", "OpKind", "Part"]
+__all__ = ["Kind", "Op", "OpKind", "Part", "Shortfall"]
 
 
 class Kind(Enum):
@@ -32,6 +32,14 @@ class OpKind(Enum):
     COPY = "copy"  # device -> device, in stream order
     CLEAR = "clear"  # a private tail back to "no tokens seen", in stream order
     DROP = "drop"  # disk keys no longer wanted
+
+
+class Shortfall(Enum):
+    """Why an operation ended with parts that were not delivered."""
+
+    SOURCE = "source"  # of a RESTORE: that of the next part is bad or missing
+    FAULT = "fault"  # of a device, a medium, a lack of memory; says nothing of any source
+    UNWANTED = "unwanted"  # nobody waited for it any more, which is no fault
 
 
 @dataclass(frozen=True, slots=True)

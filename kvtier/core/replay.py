@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from kvtier.core.leases import LeaseRecord, PinRecord, PrefetchRecord
 from kvtier.core.load_costs import LoadCosts
 from kvtier.core.machine import CacheCore
+from kvtier.core.ops import Shortfall
 from kvtier.errors import KVTierError
 from kvtier.tokens import TokenBuffer
 from kvtier.types import Identity, Span, Tier
@@ -82,6 +83,8 @@ class Recorder:
                 return value
             case Tier():
                 return ["tier", value.name]
+            case Shortfall():
+                return ["shortfall", value.name]
             case int():
                 return int(value)
             case bytes():
@@ -125,6 +128,8 @@ def replay(log: Sequence[Call], core: CacheCore) -> None:
                 return Tier[name]
             case ["bytes", data]:
                 return bytes.fromhex(data)
+            case ["shortfall", name]:
+                return Shortfall[name]
             case ["tokens", data]:
                 return TokenBuffer(bytes.fromhex(data))
             case ["identity", tenant, adapter, salt]:

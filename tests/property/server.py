@@ -18,7 +18,7 @@ from kvtier.core.geometry import Geometry
 from kvtier.core.keys import ANONYMOUS
 from kvtier.core.leases import LeaseRecord
 from kvtier.core.machine import CacheCore
-from kvtier.core.ops import Op, OpKind
+from kvtier.core.ops import Op, OpKind, Shortfall
 from kvtier.core.tree import NEVER, Node
 from kvtier.errors import LeaseNotReady, LeaseReleased, OutOfPages
 from kvtier.seams import ENTRY
@@ -145,7 +145,8 @@ class FakeServer:
         failed = short and not self.plane.bad_source
         unwanted = failed and op.kind is OpKind.RESTORE and op_id in self.unwanted
         REACHED["left out what nobody waits for"] += unwanted
-        self.run(self.core.finish(op_id, n, failed and not unwanted, unwanted))
+        why = Shortfall.FAULT if failed else Shortfall.SOURCE
+        self.run(self.core.finish(op_id, n, Shortfall.UNWANTED if unwanted else why))
         for rec in waiting:
             if op_id < min(rec.waits, default=0) and rec.state is LeaseState.RESTORING:
                 REACHED["planned again"] += 1

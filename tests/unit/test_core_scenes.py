@@ -10,7 +10,7 @@ from kvtier.core.copies import GPU
 from kvtier.core.geometry import Geometry
 from kvtier.core.keys import chain_root, page_key
 from kvtier.core.leases import LeaseRecord
-from kvtier.core.ops import Kind, OpKind
+from kvtier.core.ops import Kind, OpKind, Shortfall
 from kvtier.errors import LeaseError, LeaseNotReady, LeaseReleased, OutOfPages
 from kvtier.types import Identity, LeaseState, Span, Tier
 from tests.property.server import FakeServer, packed, server
@@ -973,6 +973,25 @@ def test_a_disk_opened_smaller_is_cut_to_size() -> None:
     assert len(small.disk.records) == 3
 
 
+def test_a_lease_settles_when_all_it_waits_for_has_ended() -> None:
+    """D4: the disk has failed, and it stands on what the host brings, which is still on its way."""
+    made = plain(gpu=16, cpu=16, disk=16)
+    made.serve([1, 2, 3, 4, 5, 6])
+    made.drain()
+    made.run(made.core.evict(Tier.GPU, 16)[1])
+    made.run(made.core.evict(Tier.CPU, 1)[1])
+    rec = lease(made, [1, 2, 3, 4, 5, 6, 7])
+    near, far = sorted(rec.waits)
+    sources = [{part.source for part in made.plane.live[op].parts} for op in (near, far)]
+    assert sources == [{Tier.CPU}, {Tier.DISK}]
+    made.end(far, 0)
+    assert rec.waits == {near} == set(made.plane.live)
+    made.end(near)
+    assert rec.state is LeaseState.ACTIVE
+    assert rec.length == 4
+    made.sound()
+
+
 def test_reads_that_nobody_waits_for_are_unwanted() -> None:
     made = plain(gpu=16, cpu=16, disk=16)
     made.serve([1, 2, 3, 4, 5, 6])
@@ -1069,7 +1088,7 @@ def test_a_store_that_failed_half_way_has_stored_nothing() -> None:
     ((op_id, store),) = made.plane.live.items()
     assert store.kind is OpKind.STORE and len(store.parts) == 3
     made.plane.finish(op_id, 0)
-    made.run(made.core.finish(op_id, 2, True))
+    made.run(made.core.finish(op_id, 2, Shortfall.FAULT))
     made.sound()
     assert made.core.residency.disk is not None and made.core.residency.disk.rows == 0
     assert made.core.stats().tiers[Tier.DISK].faults == 1
