@@ -9,6 +9,8 @@ Tiles, what they are to meet, and how rows come into the workspace are those of 
 which also attends with tiles of fewer queries.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,6 +37,9 @@ TILE = 128
 KEYS, STAGES, TURNS = 128, 2, False
 """Keys of a block, 64 or 128; blocks in shared memory; whether groups take turns at issuing
 products."""
+HEADS_AT_ONCE = 16
+"""Tiles of so many heads begin by length, before those of other heads: the shorter ones fill up
+what the longer ones leave, and tiles of a head that run together share keys in the L2 cache."""
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -81,7 +86,7 @@ def _meet(
         )
         for rows, width in ((workspace.projected.flatten(1), 128), (workspace.latent, 64))
     )
-    _attend[(len(chunk.tiles), dims.heads)](
+    _attend[(len(chunk.tiles) * dims.heads,)](
         query,
         *query.stride()[:2],
         latent,
@@ -93,6 +98,7 @@ def _meet(
         results.carry_lse,
         scale * LOG2E.value,
         HEADS=dims.heads,
+        HEADS_AT_ONCE=math.gcd(dims.heads, HEADS_AT_ONCE),
         KEYS=KEYS,
         STAGES=STAGES,
         TURNS=TURNS,
@@ -115,12 +121,12 @@ def _extent(at, KEYS: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    latent, up, tiles, k_smem, r_smem, v_smem, k_ready, v_ready, k_free, v_free,
+    latent, up, at, head, k_smem, r_smem, v_smem, k_ready, v_ready, k_free, v_free,
     KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Keys of every block, from the last, each followed by the values of the block before."""
-    blocks, _, _, key = _extent(tiles + 8 * gl.program_id(0), KEYS)
-    column = gl.program_id(1) * 256
+    blocks, _, _, key = _extent(at, KEYS)
+    column = head * 256
     for i in range(blocks + 1):
         if i < blocks:
             row = key + (blocks - 1 - i) * KEYS
@@ -200,7 +206,7 @@ def _step(
 
 @gluon.jit
 def _attend_half(
-    query, token_stride, head_stride, tiles, out, lse, carry, carry_lse, scale,
+    query, token_stride, head_stride, at, head, out, lse, carry, carry_lse, scale,
     q_smem, qr_smem, k_smem, r_smem, v_smem, k_ready, v_ready, k_free, v_free, clean, turn,
     HALF: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     TURNS: gl.constexpr,
@@ -211,8 +217,6 @@ def _attend_half(
     SCORE_ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
     SUM_ROW: gl.constexpr = gl.SliceLayout(1, SUM)
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    at = tiles + 8 * gl.program_id(0)
-    head = gl.program_id(1)
     token = gl.load(at).to(gl.int64)
     count = gl.load(at + 1)
     q_i = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, Q))
@@ -312,9 +316,13 @@ def _clear(values, rows, KEYS: gl.constexpr):
 @gluon.jit(do_not_specialize=["scale"], do_not_specialize_on_alignment=["tiles"])
 def _attend(
     query, token_stride, head_stride, latent, up, tiles, out, lse, carry, carry_lse, scale,
-    HEADS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    HEADS: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """One head of one tile of queries."""
+    in_turn = gl.num_programs(0) // HEADS * HEADS_AT_ONCE
+    at = tiles + 8 * (gl.program_id(0) % in_turn // HEADS_AT_ONCE)
+    head = gl.program_id(0) // in_turn * HEADS_AT_ONCE + gl.program_id(0) % HEADS_AT_ONCE
     dtype: gl.constexpr = up.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2, 64, 128], up.layout)
     qr_smem = gl.allocate_shared_memory(dtype, [2, 64, 64], latent.layout)
@@ -333,7 +341,7 @@ def _attend(
             (
                 _attend_half,
                 (
-                    query, token_stride, head_stride, tiles, out, lse, carry, carry_lse, scale,
+                    query, token_stride, head_stride, at, head, out, lse, carry, carry_lse, scale,
                     q_smem.index(0), qr_smem.index(0), k_smem, r_smem, v_smem,
                     k_ready, v_ready, k_free, v_free, clean.index(0), turn,
                     0, HEADS, KEYS, STAGES, TURNS,
@@ -342,7 +350,7 @@ def _attend(
             (
                 _attend_half,
                 (
-                    query, token_stride, head_stride, tiles, out, lse, carry, carry_lse, scale,
+                    query, token_stride, head_stride, at, head, out, lse, carry, carry_lse, scale,
                     q_smem.index(1), qr_smem.index(1), k_smem, r_smem, v_smem,
                     k_ready, v_ready, k_free, v_free, clean.index(0), turn,
                     1, HEADS, KEYS, STAGES, TURNS,
@@ -351,8 +359,8 @@ def _attend(
             (
                 _fetch,
                 (
-                    latent, up, tiles, k_smem, r_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                    KEYS, STAGES,
+                    latent, up, at, head, k_smem, r_smem, v_smem,
+                    k_ready, v_ready, k_free, v_free, KEYS, STAGES,
                 ),
             ),
         ],

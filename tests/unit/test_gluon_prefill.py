@@ -35,6 +35,7 @@ pytestmark = [
     *([pytest.mark.gpu] if HOPPER else []),
     pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="made for an H100 or H200"),
 ]
+NAMES = ("KEYS", "STAGES", "TURNS", "HEADS_AT_ONCE")
 Seeded = Callable[[int], None]
 
 
@@ -81,12 +82,12 @@ def test_against_float64(lengths: list[tuple[int, int]], seed: int, seeded: Seed
     check(MlaCase(lengths, dims=DIMS, dtype=torch.bfloat16, page=64, device=DEVICE), 192)
 
 
-@pytest.mark.parametrize("shape", [(64, 4, False), (64, 3, True), (128, 2, True)])
+@pytest.mark.parametrize("shape", [(64, 4, False, 1), (64, 3, True, 2), (128, 2, True, 1)])
 def test_other_blocks_and_turns(
-    shape: tuple[int, int, bool], seeded: Seeded, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, bool, int], seeded: Seeded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeded(5)
-    for name, value in zip(("KEYS", "STAGES", "TURNS"), shape, strict=True):
+    for name, value in zip(NAMES, shape, strict=True):
         monkeypatch.setattr(gluon_prefill, name, value)
     check(MlaCase([(200, 450)], dims=DIMS, dtype=torch.float16, page=64, device=DEVICE), 320)
 
