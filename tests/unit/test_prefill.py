@@ -50,6 +50,12 @@ def by_triton(*args: Any, **options: Any) -> Any:
     return triton_prefill.materialised(*args, **options)
 
 
+def by_gluon(*args: Any, **options: Any) -> Any:
+    from kvtier.kernels import gluon_prefill
+
+    return gluon_prefill.materialised(*args, **options)
+
+
 BACKENDS = [
     pytest.param(materialised, "cpu", id="torch"),
     pytest.param(
@@ -568,12 +574,15 @@ def whole_by_torch(case: MlaCase, heads: slice) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("kernel", [by_triton, by_gluon])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1024, 8192])
-def test_one_long_context_and_many_short_ones(dtype: torch.dtype, rows: int) -> None:
+def test_one_long_context_and_many_short_ones(
+    kernel: Callable[..., Any], dtype: torch.dtype, rows: int
+) -> None:
     lengths = [(300, 20_300), *((7 * i + 1, 90 * i + 1) for i in range(1, 31)), (1, 5000)]
     case = MlaCase(lengths, dims=RELEASED, dtype=dtype, page=64, device="cuda")
-    out, lse = case.run("materialised", max_rows=rows, kernel=by_triton)
+    out, lse = case.run("materialised", max_rows=rows, kernel=kernel)
     assert max(case.projected) <= rows and lse is not None
     expected, expected_lse = whole_by_torch(case, slice(None))
     scale = expected.abs().amax(-1)
@@ -584,12 +593,13 @@ def test_one_long_context_and_many_short_ones(dtype: torch.dtype, rows: int) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-def test_a_workspace_of_more_values_than_32_bits_count() -> None:
+@pytest.mark.parametrize("kernel", [by_triton, by_gluon])
+def test_a_workspace_of_more_values_than_32_bits_count(kernel: Callable[..., Any]) -> None:
     """66,000 rows of 128 heads at once: the last keys lie past 2^31 values."""
     dims = HeadDims(heads=128, latent=512, rope=64, nope=128, value=128)
     case = MlaCase([(70, 66_000)], dims=dims, dtype=torch.bfloat16, page=64, device="cuda")
     case.rows[case.rows.isnan()] = 0
-    out, lse = case.run("materialised", max_rows=66_048, kernel=by_triton)
+    out, lse = case.run("materialised", max_rows=66_048, kernel=kernel)
     assert case.projected == [66_000] and lse is not None
     last = slice(126, 128)
     expected, expected_lse = whole_by_torch(case, last)
