@@ -247,8 +247,11 @@ def kernels(sizes: Sizes) -> Cases:
 
 def backends(compared: list[Timed], sizes: Sizes) -> Cases:
     """``materialised_us``: the whole operation by each backend; the baseline is the first's."""
+    d = sizes.dims
+    dims = (d.nope + d.rope, d.value)
+    part = Part("materialised_us", "mla_materialised", "dense", dims, _no_work, 0, (), ())
     for load in sizes.loads:
-        yield partial(_backends, sizes, load, compared)
+        yield partial(_backends, sizes, load, part, compared)
 
 
 def _by_workspace(
@@ -359,7 +362,9 @@ def _kernels(sizes: Sizes, queries: int, keys: int, causal: bool) -> Iterator[Re
         yield result
 
 
-def _backends(sizes: Sizes, load: tuple[int, int, int], compared: list[Timed]) -> Iterator[Result]:
+def _backends(
+    sizes: Sizes, load: tuple[int, int, int], part: Part, compared: list[Timed]
+) -> Iterator[Result]:
     batch, queries, keys = load
     layer = Layer(sizes, [(queries, keys)] * batch)
     rows = min(sizes.workspaces[-2], layer.padded)
@@ -376,15 +381,7 @@ def _backends(sizes: Sizes, load: tuple[int, int, int], compared: list[Timed]) -
         except Exception as error:  # noqa: BLE001  the others are still wanted
             print(f"{backend}: {type(error).__name__}: {error}", flush=True)
             errors[backend] = float("inf")
-    d = sizes.dims
-    part = Part(
-        "materialised_us",
-        "mla_materialised",
-        "dense",
-        (d.nope + d.rope, d.value),
-        *(_no_work, 0, (), ()),
-    )
-    shape = Shape(batch, d.heads, keys, queries)
+    shape = Shape(batch, sizes.dims.heads, keys, queries)
     compared.append(Timed(part, shape, samples, errors))
     base = None
     for backend, some in samples.items():

@@ -1,11 +1,16 @@
 """The benchmark of chunked prefill runs at toy sizes, and what it tells adds up."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import bench_prefill
-from benchmarks.bench_prefill import TOY
+from benchmarks.bench_prefill import TOY, Layer
+from benchmarks.harness import read
+from kvtier.kernels import Workspace
 
 SMALL = replace(
     TOY,
@@ -40,6 +45,35 @@ def test_every_part_tells_of_both_sides() -> None:
     assert [r.params["piece"] for r in found["prompt_ms"]] == [32, 16, 8]
     assert [r.params["form"] for r in found["form_us"]] == ["absorbed", "materialised"] * 2
     assert {r.params["backend"] for r in found["attend_ms"]} == {"sdpa", "torch"}
+
+
+def test_files_are_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes next: here, nothing behind the backends."""
+
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_prefill, "mixed", stop)
+    table, results = tmp_path / "table.json", tmp_path / "results.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench_prefill.run(False, SMALL, table, results)
+    (case,) = json.loads(table.read_text())["cases"]
+    assert case["operation"] == "mla_materialised" and case["checked"] == ["torch"]
+    assert [row[:4] for row in case["rows"]] == [[1, 32, 2, 64], [4, 8, 2, 16]]
+    assert {r.name for r in read(results)[1]} == {"attend_ms", "materialised_us"}
+
+
+def test_what_is_wrong_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bench_prefill.Layer.__call__
+
+    def wrong(self: Layer, workspace: Workspace) -> torch.Tensor:
+        return right(self, workspace) * 1.1
+
+    monkeypatch.setattr(bench_prefill.Layer, "__call__", wrong)
+    table = tmp_path / "table.json"
+    bench_prefill.run(True, SMALL, table)
+    (case,) = json.loads(table.read_text())["cases"]
+    assert case["checked"] == []
 
 
 def test_a_case_that_fails_is_told_and_left_out(
