@@ -267,7 +267,7 @@ def _case_of(part: Part, found: Sequence[Timed]) -> dict[str, Any]:
     rows = []
     for timed in found:
         shape = timed.shape
-        listed = part.operation != "mla_absorbed"
+        listed = part.operation not in ("mla_absorbed", "mla_materialised")
         mean = sum(shape.kv_lens) // shape.batch
         medians = _medians(timed.samples)
         times = [round(medians[b], 1) if b in medians else None for b in backends]
