@@ -184,7 +184,7 @@ def mla_family(
         dims,
         dtype.itemsize,
         layout.page_tokens,
-        fused=kernels["mla_materialised"].backend == "triton",
+        fused=kernels["mla_materialised"].backend != "torch",
     )
     workspace = SharedWorkspace(max_rows, dims, dtype, device)
     left = workspace.beside(workspace_bytes)
