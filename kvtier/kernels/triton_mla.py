@@ -73,7 +73,7 @@ def absorbed(
     n, heads, _ = query.shape
     fast = _for_hopper(query, rows, batch, scale)
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")
-    grid = _grid(batch, heads, _processors(query.device), workspace, fast=fast)
+    grid = _grid(batch, heads, _processors(query.device), workspace, fast=fast, packed=packed)
     sequences = batch.kv_lens_device.shape[0]
     out = torch.empty(n, heads, LATENT, dtype=query.dtype, device=query.device)
     lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
@@ -123,7 +123,7 @@ def absorbed(
             KEYS=grid.keys,
             PACKED=packed,
             ON_GPU=query.is_cuda,
-            num_warps=8 if grid.tile == 64 else 4,
+            num_warps=8 if packed or grid.tile == 64 else 4,
             num_stages=2,
         )
     _finish(lengths, out, lse, parts, part_lse, plan, grid)
@@ -182,12 +182,20 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _grid(batch: PagedBatch, heads: int, processors: int, workspace: int, *, fast: bool) -> Grid:
+def _grid(
+    batch: PagedBatch,
+    heads: int,
+    processors: int,
+    workspace: int,
+    *,
+    fast: bool,
+    packed: bool = False,
+) -> Grid:
     """Parts for one program a multiprocessor, as far as there are blocks and the scratch allows."""
     pairs = heads * max(batch.query_lens, default=1)
     tile = 64 if fast else min(64, max(16, triton.next_power_of_2(pairs)))
     tiles = triton.cdiv(pairs, tile)
-    keys = 32 if tile == 64 and not fast else 64
+    keys = 32 if tile == 64 and not fast and not packed else 64
     blocks = sum(triton.cdiv(kv, keys) for kv in batch.kv_lens)
     most = workspace // (2 * tiles * tile * (LATENT + 1) * 4)
     return Grid(tile, tiles, max(1, min(processors // tiles, blocks, most)), keys)
@@ -321,8 +329,10 @@ def _meet(
     there = there[:, None]
     if PACKED:
         codes = tl.load(row + d[None, :], mask=there, other=0).to(tl.float8e4nv, bitcast=True)
-        scales = (row + 512).to(tl.pointer_type(tl.float32)) + (d // 128)[None, :]
-        k = (codes.to(tl.float32) * tl.load(scales, mask=there, other=0.0)).to(q.dtype)
+        scales = (row + 512).to(tl.pointer_type(tl.float32)) + tl.arange(0, 4)[None, :]
+        scales = tl.load(scales, mask=there, other=0.0)[:, :, None]
+        k = tl.reshape(codes.to(tl.float32), (KEYS, 4, 128)) * scales
+        k = tl.reshape(k.to(q.dtype), (KEYS, 512))
         rope = (row + 528).to(tl.pointer_type(q.dtype))
     else:
         k = tl.load(row + d[None, :], mask=there, other=0.0)
