@@ -181,10 +181,11 @@ def _gluon(
     record: str,
     run: tuple[str, str],
     dims: frozenset[Dims],
+    dtypes: frozenset[torch.dtype] = _BF16,
     *,
     by_name: bool = True,
 ) -> Row:
-    """``run``: a module's name behind "gluon_", and the function's; queries in bfloat16."""
+    """``run``: a module's name behind "gluon_", and the function's."""
     module, name = run
     return Row(
         operation,
@@ -192,7 +193,7 @@ def _gluon(
         "gluon",
         _lazy(f"gluon_{module}", name),
         dims,
-        _BF16,
+        dtypes,
         _CUDA,
         by_name=by_name,
         missing=_no_hopper,
@@ -281,25 +282,15 @@ ROWS: tuple[Row, ...] = (
         row
         for record, dtypes in zip(_LATENT_RECORDS, (_HALVES, _BF16), strict=True)
         for row in (
-            Row(
-                "mla_materialised",
-                record,
-                "gluon",
-                _lazy("gluon_prefill", "materialised"),
-                _WHOLE,
-                dtypes,
-                _CUDA,
-                by_name=True,
-                missing=_no_hopper,
-            ),
-            _triton(
+            _gluon(
                 "mla_materialised",
                 record,
                 ("prefill", "materialised"),
                 _WHOLE,
                 dtypes,
-                by_name=True,
+                by_name=False,
             ),
+            _triton("mla_materialised", record, ("prefill", "materialised"), _WHOLE, dtypes),
             _reference("mla_materialised", record, prefill.materialised),
             _reference("mla_materialised_whole", record, prefill.materialised_sdpa, backend="sdpa"),
         )
