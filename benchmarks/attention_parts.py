@@ -163,7 +163,8 @@ def _whole(part: Part, shape: Shape, device: str, bare: bool) -> Work:
     pools = [_pages(part.of, slots, device) for _ in range(count)]
 
     def kernel(backend: str) -> list[Call]:
-        run = partial(select(part.case(device), backend=backend).run, latent_dim=512, scale=SCALE)
+        run = select(part.case(device), backend=backend).outputs
+        run = partial(run, latent_dim=512, scale=SCALE)
         return [partial(run, q, rows, batch) for q, rows in zip(queries, pools, strict=True)]
 
     work = Work(kernel)
@@ -224,7 +225,7 @@ def _listed(part: Part, shape: Shape, device: str, bare: bool) -> Work:
     ]
 
     def kernel(backend: str) -> list[Call]:
-        run = select(part.case(device), backend=backend).run
+        run = select(part.case(device), backend=backend).outputs
         run = partial(run, latent_dim=512, scale=SCALE, record=part.of)
         return [partial(run, q, pool, lists) for q, lists in sets]
 
@@ -260,7 +261,7 @@ def _v4(part: Part, shape: Shape, device: str, bare: bool) -> Work:
     sink = torch.randn(shape.heads, device=device)
 
     def kernel(backend: str) -> list[Call]:
-        run = select(part.case(device), backend=backend).run
+        run = select(part.case(device), backend=backend).outputs
         run = partial(run, scale=512**-0.5, record=part.of, extra=entries)
         return [partial(run, q, window, near, sink, extra_slots=far) for q, near, far in sets]
 

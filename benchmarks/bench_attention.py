@@ -1,7 +1,8 @@
 """Attention of decode steps on a GPU, beside FlashMLA in the same run.
 
-Every contender is captured in a CUDA graph that runs over several sets of random inputs, together
-larger than the L2 cache, and the graphs are replayed in turn.  What each backend answers is
+Every contender is captured in a CUDA graph of as many calls as a model has layers, over several
+sets of random inputs, together larger than the L2 cache, and the graphs are replayed in turn.  What
+a backend makes once for all layers of a step, it makes once a graph.  What each backend answers is
 compared with the reference first.  Parts and sizes are in ``attention_parts``.
 
 FlashMLA is an installed one, or the extension that vLLM's wheel carries: ``flashmla`` is the path
@@ -36,6 +37,9 @@ BOUND = 8e-3
 """Largest error of an output, by the largest value there is in the reference's."""
 LSE_BOUND = 2e-3
 TURNS = 7
+LAYERS = 60
+"""Calls of a graph, at least, unless these take longer than ``GRAPH_US``."""
+GRAPH_US = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,29 +168,33 @@ def _error(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> flo
 
 def _replayed(contenders: Mapping[str, list[Call]], turns: int) -> dict[str, list[float]]:
     """Microseconds a call of each contender: graphs over all its calls, replayed in turn."""
-    graphs = {}
+    graphs, rounds = {}, {}
     for name, calls in contenders.items():
-        for call in calls[:2]:
-            call()
+        calls[0]()
+        took = _elapsed(calls[1])
+        rounds[name] = max(1, round(min(LAYERS, GRAPH_US / took) / len(calls)))
         torch.cuda.synchronize()
         graphs[name] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[name]):
-            for call in calls:
+            for call in calls * rounds[name]:
                 call()
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(turns + 1):
         for name, graph in graphs.items():
-            begin, end = _event(), _event()
-            repeats = 2
-            begin.record()
-            for _ in range(repeats):
-                graph.replay()
-            end.record()
-            end.synchronize()
+            used = _elapsed(graph.replay)
             if turn:
-                used = begin.elapsed_time(end) * 1e3
-                times[name].append(used / repeats / len(contenders[name]))
+                times[name].append(used / rounds[name] / len(contenders[name]))
     return times
+
+
+def _elapsed(call: Call) -> float:
+    """Microseconds on the device."""
+    begin, end = _event(), _event()
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
 
 
 def _called(contenders: Mapping[str, list[Call]], turns: int) -> dict[str, list[float]]:

@@ -4,50 +4,67 @@
 ``kvtier.kernels`` and ``kvtier.testing`` is public.
 """
 
-from kvtier.cache import Cache
-from kvtier.config import (
-    Adaptive,
-    CacheConfig,
-    CheckpointFacts,
-    CheckpointPolicy,
-    Dense,
-    EvictionPolicy,
-    RestorePolicy,
-    Sparse,
-)
-from kvtier.core.ops import Op, OpKind, Part
-from kvtier.device_step import DeviceStep, LayerView, StepBuffers
-from kvtier.errors import (
-    CacheClosed,
-    ConfigError,
-    InvariantError,
-    KVTierError,
-    LayoutMismatch,
-    LeaseError,
-    LeaseNotReady,
-    LeaseReleased,
-    OutOfPages,
-    StoreError,
-    StoreLocked,
-    TokenError,
-)
-from kvtier.lease import Lease, Pin
-from kvtier.seams import Record, Store, Transfer
-from kvtier.step import Step
-from kvtier.tokens import TokenBuffer, Tokens, pack
-from kvtier.types import (
-    CacheStats,
-    Capture,
-    Identity,
-    LeaseInfo,
-    LeaseState,
-    PageInfo,
-    PageReport,
-    PrefixMatch,
-    Span,
-    Tier,
-    TierStats,
-)
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0.dev0"
+
+try:
+    from kvtier.cache import Cache
+    from kvtier.config import (
+        Adaptive,
+        CacheConfig,
+        CheckpointFacts,
+        CheckpointPolicy,
+        Dense,
+        EvictionPolicy,
+        RestorePolicy,
+        Sparse,
+    )
+    from kvtier.core.ops import Op, OpKind, Part
+    from kvtier.device_step import DeviceStep, LayerView, StepBuffers
+    from kvtier.errors import (
+        CacheClosed,
+        ConfigError,
+        InvariantError,
+        KVTierError,
+        LayoutMismatch,
+        LeaseError,
+        LeaseNotReady,
+        LeaseReleased,
+        OutOfPages,
+        StoreError,
+        StoreLocked,
+        TokenError,
+    )
+    from kvtier.lease import Lease, Pin
+    from kvtier.seams import Record, Store, Transfer
+    from kvtier.step import Step
+    from kvtier.tokens import TokenBuffer, Tokens, pack
+    from kvtier.types import (
+        CacheStats,
+        Capture,
+        Identity,
+        LeaseInfo,
+        LeaseState,
+        PageInfo,
+        PageReport,
+        PrefixMatch,
+        Span,
+        Tier,
+        TierStats,
+    )
+except ImportError as error:
+    # A package that all of this needs is not there.  ``kvtier doctor`` says which; whatever else
+    # is asked for raises what the import did.
+    if TYPE_CHECKING or (error.name or "kvtier").startswith("kvtier"):
+        raise
+    _missing = error
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _missing
+
 
 __all__ = [
     "Adaptive",
@@ -99,4 +116,3 @@ __all__ = [
     "__version__",
     "pack",
 ]
-__version__ = "0.1.0.dev0"

@@ -2,26 +2,26 @@
 
 Owns the parser, the demo and exit statuses; each group of commands has a module of its own.  The
 demo is whatever is registered under the entry point group ``kvtier.demos``.  Needs no torch except
-through it, and to say with ``doctor`` what torch finds.
+through it, and to say with ``doctor`` what torch finds; ``doctor`` needs no package at all.
 
 Exit status: 0 all is well, 1 something was found (damage, a failed demo), 2 the command could not
 be carried out.
 """
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
 import kvtier
-from kvtier.cli_disk import FAILED, OK, add_disk, read_tokens
 from kvtier.cli_doctor import add_doctor
-from kvtier.cli_trace import add_trace
 from kvtier.errors import KVTierError
 
-__all__ = ["main", "read_tokens"]
+__all__ = ["main"]
 
+OK, FAILED = 0, 2
 DEMOS = "kvtier.demos"
 
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["demo"]:  # the demo parses its own arguments, `--help` among them
             return _demo(arguments[1:])
-        options = _parser().parse_args(arguments)
+        options = _parser(arguments[:1] == ["doctor"]).parse_args(arguments)
         run: Callable[[argparse.Namespace], int] = options.run
         status = run(options)
         sys.stdout.flush()
@@ -45,12 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             told = f"{error.filename}: {error.strerror.lower()}"
         print(f"kvtier: {told}", file=sys.stderr)
         return FAILED
+    except ImportError as error:
+        print(f"kvtier: {error}; `kvtier doctor` says what is missing", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("kvtier: interrupted", file=sys.stderr)
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(doctor: bool) -> argparse.ArgumentParser:
+    """Of all commands, or of ``doctor`` alone, which runs where the others do not import."""
     parser = argparse.ArgumentParser(
         prog="kvtier",
         description="A KV cache over device, host and disk: a demo, and a look into its directory.",
@@ -64,8 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Runs a registered demo; `kvtier demo --help` shows its own options.",
         add_help=False,
     )
-    add_disk(commands)
-    add_trace(commands)
+    if not doctor:
+        importlib.import_module("kvtier.cli_disk").add_disk(commands)
+        importlib.import_module("kvtier.cli_trace").add_trace(commands)
     add_doctor(commands)
     return parser
 

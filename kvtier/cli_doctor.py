@@ -1,7 +1,8 @@
 """``kvtier doctor``: what is installed here, what a cache would run on, and what is in its way.
 
-Owns the command's arguments, its output and what it advises.  Works without torch, to say that it
-is missing; whatever else cannot be asked is told as unknown, never raised.
+Owns the command's arguments, its output and what it advises.  Works without any of the packages
+that kvtier needs, to say which are missing; whatever else cannot be asked is told as unknown, never
+raised.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import re
 import resource
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -114,7 +116,21 @@ def _packages(found: list[Finding]) -> dict[str, str | None]:
         for name in REQUIRED
         if versions[name] is None
     ]
+    for name in REQUIRED:
+        if name != "torch" and versions[name] is not None and (why := _broken(name)):
+            found.append(
+                Finding(f"{name} does not import ({why})", f"reinstall {name}", grave=True)
+            )
     return versions
+
+
+def _broken(module: str) -> str:
+    """Why a package that is there does not import; empty if it does."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001 - half of a package may raise anything
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _version(module: str) -> str | None:
@@ -129,7 +145,8 @@ def _version(module: str) -> str | None:
 def _torch() -> Any:
     """torch, or why it does not import."""
     try:
-        torch = importlib.import_module("torch")
+        with warnings.catch_warnings(action="ignore"):  # that there is no numpy, among others
+            torch = importlib.import_module("torch")
         _ = torch.__version__, torch.version, torch.cuda  # not there where only a folder is left
     except Exception as error:  # noqa: BLE001 - half of a package may raise anything
         return f"{type(error).__name__}: {error}"
@@ -172,11 +189,11 @@ def _cuda(torch: Any) -> dict[str, Any]:
 def _kernels(
     device: str, packages: Mapping[str, str | None], found: list[Finding]
 ) -> list[dict[str, Any]]:
-    """What ``kvtier.kernels.choices`` tells; nothing without torch."""
-    if packages["torch"] is None or isinstance(_torch(), str):
+    """What ``kvtier.kernels.choices`` tells; nothing where a package that it needs is missing."""
+    if any(packages[name] is None for name in REQUIRED) or any(each.grave for each in found):
         return []
-    kernels = importlib.import_module("kvtier.kernels")
     try:
+        kernels = importlib.import_module("kvtier.kernels")
         return [{**each, "dims": list(each["dims"])} for each in kernels.choices(device)]
     except (KVTierError, RuntimeError) as error:
         found.append(

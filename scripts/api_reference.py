@@ -65,7 +65,9 @@ def entry(module: str, name: str) -> str:
 def definition(module: str, name: str) -> Node:
     """Where a public name is defined, following ``from x import name``."""
     path = Path(str(importlib.import_module(module).__file__))
-    for node in ast.parse(path.read_text()).body:
+    tree = ast.parse(path.read_text())
+    tried = [part for node in tree.body if isinstance(node, ast.Try) for part in node.body]
+    for node in (*tree.body, *tried):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return node
         if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -75,9 +77,7 @@ def definition(module: str, name: str) -> Node:
         if isinstance(node, ast.ImportFrom) and any(a.name == name for a in node.names):
             assert node.module is not None
             return definition(node.module, name)
-    face: dict[str, str] = vars(importlib.import_module("kvtier"))["_FACE"]
-    assert face[name] != module, f"{module} does not define {name}"
-    return definition(face[name], name)
+    raise AssertionError(f"{module} does not define {name}")
 
 
 def members(node: ast.ClassDef) -> Iterator[str]:

@@ -11,6 +11,10 @@ largest value of an output in bfloat16, 1e-3 in float16.  Its natural log-sum-ex
 keys is +inf, which becomes -inf here; its output of one is 0.  Its scratch is its own: 2 KiB a head
 of each query of a call, and as much for each multiprocessor; lists are attended to some queries at
 a time to keep that within ``workspace_bytes``.
+
+A call launches the library's kernels and one that puts log-sum-exps right; with ``sums=False``,
+for callers that look at outputs alone, nothing else.  Numbers of heads and lists that have to be
+padded cost a copy each.
 """
 
 import importlib
@@ -86,6 +90,7 @@ def absorbed(
     latent_dim: int,
     scale: float,
     workspace_bytes: int | str = "512MiB",
+    sums: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``kvtier.kernels.absorbed`` for rows of 512 + 64 values in the query's type, bfloat16 or
     float16, in pages of a multiple of 64 tokens.
@@ -108,7 +113,7 @@ def absorbed(
     known = _dense_schedules.find(batch, heads)
     row = rows.stride(0)
     shape = (rows.shape[0] // PAGE_TOKENS, PAGE_TOKENS, 1, width)
-    out, sums, *schedule = _call("dense_decode_fwd")(
+    out, lse, *schedule = _call("dense_decode_fwd")(
         query.reshape(-1, plan.queries, heads, width),
         rows.as_strided(shape, (PAGE_TOKENS * row, row, row, 1)),
         LATENT,
@@ -120,7 +125,8 @@ def absorbed(
     )
     if known is None:
         _dense_schedules.put(batch, heads, (schedule[0], schedule[1]))
-    return out.reshape(n, heads, LATENT), _natural(sums.transpose(1, 2).reshape(n, heads))
+    lse = lse.transpose(1, 2).reshape(n, heads)
+    return out.reshape(n, heads, LATENT), _natural(lse) if sums else lse
 
 
 def _plan(batch: PagedBatch) -> _Plan:
@@ -150,6 +156,7 @@ def mla_sparse(
     scale: float,
     record: Record,
     workspace_bytes: int | str = "512MiB",
+    sums: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``kvtier.kernels.mla_sparse`` for queries in bfloat16, and rows of 512 + 64 values in it or
     "mla_fp8" records, by FlashMLA's kernel for prefill and for decoding."""
@@ -158,7 +165,7 @@ def mla_sparse(
     if not query.shape[0]:
         return _nothing(query, workspace_bytes)
     if record.name == "mla_fp8":
-        return _decode(query, _pages(rows, record), slots, scale, workspace_bytes)
+        return _decode(query, _pages(rows, record), slots, scale, workspace_bytes, sums)
     if record.pack is not None or rows.dtype != query.dtype or rows.shape[1] != query.shape[2]:
         raise ValueError(f"{record.name!r} rows {tuple(rows.shape)} of {rows.dtype}")
     run = _call("sparse_prefill_fwd")
@@ -167,7 +174,7 @@ def mla_sparse(
     for some, count in _by_heads(query):
         out, _, lse = run(some, rows[:, None], lists, scale, LATENT, None, None)
         parts.append((out[:, :count], lse[:, :count]))
-    return _joined(parts)
+    return _joined(parts, sums)
 
 
 def sparse_attend(
@@ -180,10 +187,16 @@ def sparse_attend(
     record: Record,
     extra: Tensor | None = None,
     extra_slots: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
     workspace_bytes: int | str = "512MiB",
+    sums: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``kvtier.kernels.sparse_attend`` for queries of 512 values in bfloat16 and "v4_fp8"
-    records."""
+    records.
+
+    With ``extra_lengths`` no list costs more than its length; their schedule is made by the first
+    call with that tensor, in every graph anew.
+    """
     if record.name != "v4_fp8" or query.shape[2] != LATENT or sink.shape != query.shape[1:2]:
         raise ValueError(
             f"query {tuple(query.shape)}, sink {tuple(sink.shape)}, {record.name!r} records"
@@ -192,9 +205,9 @@ def sparse_attend(
         return _nothing(query, workspace_bytes)
     pages = _pages(window, record)
     if extra is None or extra_slots is None or not extra_slots.shape[1]:
-        return _decode(query, pages, window_slots, scale, workspace_bytes, sink)
-    more = (_pages(extra, record), extra_slots)
-    return _decode(query, pages, window_slots, scale, workspace_bytes, sink, *more)
+        return _decode(query, pages, window_slots, scale, workspace_bytes, sums, sink)
+    more = (_pages(extra, record), extra_slots, extra_lengths)
+    return _decode(query, pages, window_slots, scale, workspace_bytes, sums, sink, *more)
 
 
 def _decode(
@@ -203,9 +216,11 @@ def _decode(
     slots: Tensor,
     scale: float,
     workspace_bytes: int | str,
+    sums: bool,
     sink: Tensor | None = None,
     extra: Tensor | None = None,
     extra_slots: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Each query is a sequence of one token; its list may have a second part, in other pages."""
     run = _call("sparse_decode_fwd")
@@ -213,46 +228,55 @@ def _decode(
     more = None if extra_slots is None else _lists(extra_slots, "sparse_decode_fwd")
     a_query = 4 * HEADS[-1] * (LATENT + 1)
     most = max(1, parse_bytes(workspace_bytes, "workspace_bytes") // a_query)
+    if query.shape[0] > most:
+        lengths = None  # parts of them would be scheduled in every layer
     parts = []
     for at, (some, count) in enumerate(_by_heads(query)):
         sinks = None
         if sink is not None:
-            mine = sink[at * HEADS[-1] :][:count].float()
-            sinks = functional.pad(mine, (0, some.shape[1] - count))
-        outs, sums = [], []
+            sinks = sink[at * HEADS[-1] :][:count].float()
+            if count < some.shape[1]:
+                sinks = functional.pad(sinks, (0, some.shape[1] - count))
+        outs, lses = [], []
         for low in range(0, query.shape[0], most):
             which = slice(low, low + most)
             queries, first = some[which, None], lists[which]
             second = None if more is None else more[which]
             key = (queries.device, queries.shape, first.shape, second is None or second.shape)
-            known = _schedules.get(key)
+            known = _schedules.get(key, lengths)
             out, lse, *schedule = run(
-                queries, pages, first, None, sinks, *known, extra, second, None, LATENT, scale
+                queries, pages, first, None, sinks, *known, extra, second, lengths, LATENT, scale
             )
-            _schedules.put(key, known, (schedule[0], schedule[1]))
+            _schedules.put(key, lengths, known, (schedule[0], schedule[1]))
             outs.append(out[:, 0, :count])
-            sums.append(lse[:, :count, 0])
-        parts.append((_cat(outs, 0), _cat(sums, 0)))
-    return _joined(parts)
+            lses.append(lse[:, :count, 0])
+        parts.append((_cat(outs, 0), _cat(lses, 0)))
+    return _joined(parts, sums)
 
 
 class _Schedules:
-    """Schedules by shape alone: lists are as long for every query, whatever is in them."""
+    """Schedules by shape alone where lists are as long for every query, whatever is in them; else
+    by the lengths too."""
 
     MOST = 64
 
     def __init__(self) -> None:
         self._made: OrderedDict[Any, tuple[int, Schedule]] = OrderedDict()
+        self._by_lengths: PerBatch[Schedule] = PerBatch()
 
-    def get(self, key: Any) -> Schedule:
+    def get(self, key: Any, lengths: Tensor | None) -> Schedule:
         """What work on the current stream may use; nothing if that is to be made."""
+        if lengths is not None:
+            return self._by_lengths.find(lengths, (_stream(), key)) or NO_SCHEDULE
         stream, schedule = self._made.get(key, (0, NO_SCHEDULE))
         # Whatever was made before a graph's capture began has ended by then.
         return schedule if capturing() or stream == _stream() else NO_SCHEDULE
 
-    def put(self, key: Any, known: Schedule, made: Schedule) -> None:
-        """Keep ``made``, unless it is what was known, or lies in a graph's memory."""
-        if known is NO_SCHEDULE and not capturing():
+    def put(self, key: Any, lengths: Tensor | None, known: Schedule, made: Schedule) -> None:
+        """Keep ``made``, unless it is what was known; in a graph's memory, for the graph alone."""
+        if lengths is not None:
+            self._by_lengths.put(lengths, (_stream(), key), made)
+        elif known is NO_SCHEDULE and not capturing():
             self._made[key] = (_stream(), made)
             self._made.move_to_end(key)
             if len(self._made) > self.MOST:
@@ -267,12 +291,17 @@ _schedules = _Schedules()
 
 
 def _by_heads(query: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Queries (n, 64 or 128, width) with heads of zeros behind, and how many heads are real."""
+    """Queries (n, 64 or 128, width), and how many of their heads are real: the others hold
+    anything."""
     for low in range(0, query.shape[1], HEADS[-1]):
         some = query[:, low : low + HEADS[-1]]
-        count = some.shape[1]
-        padded = next(heads for heads in HEADS if heads >= count)
-        yield functional.pad(some, (0, 0, 0, padded - count)).contiguous(), count
+        n, count, width = some.shape
+        heads = next(heads for heads in HEADS if heads >= count)
+        if count < heads:
+            padded = query.new_empty(n, heads, width)
+            padded[:, :count] = some
+            some = padded
+        yield some.contiguous(), count
 
 
 def _nothing(query: Tensor, workspace_bytes: int | str) -> tuple[Tensor, Tensor]:
@@ -283,9 +312,10 @@ def _nothing(query: Tensor, workspace_bytes: int | str) -> tuple[Tensor, Tensor]
     )
 
 
-def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _joined(parts: list[tuple[Tensor, Tensor]], sums: bool) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of some heads each as those of all."""
-    return _cat([out for out, _ in parts], 1), _natural(_cat([lse for _, lse in parts], 1))
+    lse = _cat([lse for _, lse in parts], 1)
+    return _cat([out for out, _ in parts], 1), _natural(lse) if sums else lse
 
 
 def _cat(parts: list[Tensor], dim: int) -> Tensor:
@@ -375,12 +405,13 @@ def _package(module: Any) -> dict[str, Callable[..., Any]]:
     def sparse(
         query: Tensor, pages: Tensor, slots: Tensor, _: None, sink: Tensor | None,
         given: Tensor | None, splits: Tensor | None, extra: Tensor | None,
-        extra_slots: Tensor | None, __: None, value: int, scale: float,
+        extra_slots: Tensor | None, lengths: Tensor | None, value: int, scale: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        more = {} if lengths is None else {"extra_topk_length": lengths}
         return scheduled(
             (given, splits), query, pages, None, None, value, softmax_scale=scale,
             is_fp8_kvcache=True, indices=slots, attn_sink=sink, extra_k_cache=extra,
-            extra_indices_in_kvcache=extra_slots,
+            extra_indices_in_kvcache=extra_slots, **more,
         )  # fmt: skip
 
     def prefill(

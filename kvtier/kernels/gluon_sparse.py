@@ -85,6 +85,7 @@ def sparse_attend(
     record: Record,
     extra: Tensor | None = None,
     extra_slots: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
     workspace_bytes: int | str = "512MiB",
 ) -> tuple[Tensor, Tensor]:
     """``kvtier.kernels.sparse_attend`` for "v4_fp8" records and queries in bfloat16.

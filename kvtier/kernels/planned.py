@@ -1,4 +1,5 @@
-"""What a kernel makes once of a batch, for all layers of a step to use.
+"""What a kernel makes once of a batch, for all layers of a step to use; or of another value that
+these share, such as the lengths of their lists.
 
 Kept as long as the batch itself, and apart for each graph that is being captured: what is made in
 one holds in that one only, and what was made before it would stay as it was in every replay.
@@ -11,8 +12,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from kvtier.kernels.mla import PagedBatch
-
 __all__ = ["PerBatch", "capturing"]
 
 T = TypeVar("T")
@@ -22,23 +21,23 @@ class PerBatch(Generic[T]):
     """Values by batch, by what else they depend on, and by the graph that is being captured."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int], tuple[weakref.ref[PagedBatch], dict[Hashable, T]]] = {}
+        self._made: dict[tuple[int, int], tuple[weakref.ref[Any], dict[Hashable, T]]] = {}
 
     def __len__(self) -> int:
         """Batches that something is kept of."""
         return len(self._made)
 
-    def get(self, batch: PagedBatch, key: Hashable, make: Callable[[], T]) -> T:
+    def get(self, batch: object, key: Hashable, make: Callable[[], T]) -> T:
         """What was made of this very batch under ``key``; made now if nothing was."""
         value = self.find(batch, key)
         return self.put(batch, key, make()) if value is None else value
 
-    def find(self, batch: PagedBatch, key: Hashable) -> T | None:
+    def find(self, batch: object, key: Hashable) -> T | None:
         """What was put for this very batch under ``key``."""
         known = self._made.get((id(batch), _capture()))
         return known[1].get(key) if known is not None and known[0]() is batch else None
 
-    def put(self, batch: PagedBatch, key: Hashable, value: T) -> T:
+    def put(self, batch: object, key: Hashable, value: T) -> T:
         """Keep ``value`` as long as the batch lives; returns it."""
         place = (id(batch), _capture())
         known = self._made.get(place)

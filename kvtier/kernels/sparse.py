@@ -28,13 +28,16 @@ def sparse_attend(
     record: Record,
     extra: Tensor | None = None,
     extra_slots: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
     workspace_bytes: int | str = "512MiB",
 ) -> tuple[Tensor, Tensor]:
     """Attention of ``query`` (n, heads, dim) to the slots of both lists, in one softmax.
 
     ``window`` and ``extra`` are pages (or plain rows) of ``record``; ``window_slots`` (n, k) and
     ``extra_slots`` (n, l) their slots, -1 for none; a slot listed twice counts twice.  ``sink``
-    (heads,) joins the softmax with no value: ``-inf`` for none.
+    (heads,) joins the softmax with no value: ``-inf`` for none.  ``extra_lengths`` (n,) int32 is
+    for kernels that are faster with it: a query's ``extra_slots`` behind so many are all -1.  What
+    they make of it they make once for all calls with the same tensor.
 
     Returns output (n, heads, dim) in the query's type and the natural log-sum-exp (n, heads) of
     the keys alone, without the sink, in the arithmetic's type (float32, or the query's if wider).

@@ -35,11 +35,18 @@ class Kernel:
     """Pages it reads hold a multiple of so many tokens."""
     captures: bool = True
     """Whether a captured graph may hold it whose lengths change."""
+    unsummed: Callable[..., Any] | None = field(default=None, repr=False)
+    """What is called in place of ``run`` where log-sum-exps are not looked at, if anything is."""
     rivals: tuple["Kernel", ...] = field(default=(), repr=False)
     """All that may run the case, this one first, where measured times say which is the fastest of
     a load; empty where there is nothing to choose."""
     figures: measured.Figures | None = field(default=None, repr=False)
     """The times that rivals are chosen by."""
+
+    @property
+    def outputs(self) -> Callable[..., Any]:
+        """``run`` for callers that look at its outputs alone: log-sum-exps may be anything."""
+        return self.unsummed or self.run
 
     @property
     def variants(self) -> tuple["Kernel", ...]:
@@ -101,11 +108,10 @@ def select(case: Case, *, backend: str = "auto") -> Kernel:
         if listed:
             raise ConfigError(f"no backend for {case}: {listed[0].missing()}")
         raise ConfigError(f"no backend lists {case}")
+    _check(backend)
     listed = [row for row in listed if row.backend == backend]
     if not listed:
-        known = sorted({row.backend for row in ROWS})
-        what = "does not list" if backend in known else f"is unknown ({known}), so not for"
-        raise ConfigError(f"backend {backend!r} {what} {case}")
+        raise ConfigError(f"backend {backend!r} does not list {case}")
     if missing := listed[0].missing():
         raise ConfigError(f"backend {backend!r} for {case}: {missing}")
     return _kernel(case, listed[:1])
@@ -118,6 +124,7 @@ def select_all(cases: Mapping[str, Case], *, backend: str = "auto") -> Mapping[s
     With "torch" the references are taken and nothing else.  A case that nothing lists is left out.
     Raises ConfigError where the named backend lists none of the cases, or is not available.
     """
+    _check(backend)
     named = {
         key
         for key, case in cases.items()
@@ -134,6 +141,12 @@ def select_all(cases: Mapping[str, Case], *, backend: str = "auto") -> Mapping[s
         elif backend != "torch" and _automatic(case):
             chosen[key] = select(case)
     return MappingProxyType(chosen)
+
+
+def _check(backend: str) -> None:
+    known = sorted({row.backend for row in ROWS})
+    if backend not in ("auto", *known):
+        raise ConfigError(f"unknown backend {backend!r}; known: {', '.join(known)}")
 
 
 def choices(device: str) -> list[dict[str, Any]]:
@@ -211,7 +224,9 @@ def _automatic(case: Case) -> list[Row]:
 
 def _kernel(case: Case, rows: list[Row]) -> Kernel:
     """The first of ``rows``, with the others as rivals where there are times to go by."""
-    kernels = tuple(Kernel(row.backend, row.run, row.page_tokens, row.captures) for row in rows)
+    kernels = tuple(
+        Kernel(row.backend, row.run, row.page_tokens, row.captures, row.unsummed) for row in rows
+    )
     known = measured.figures(case)
     if len(kernels) == 1 or known is None:
         return kernels[0]

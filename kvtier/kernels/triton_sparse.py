@@ -52,9 +52,10 @@ def sparse_attend(
     record: Record,
     extra: Tensor | None = None,
     extra_slots: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
     workspace_bytes: int | str = "512MiB",
 ) -> tuple[Tensor, Tensor]:
-    """``kvtier.kernels.sparse_attend``, for heads of 512 values."""
+    """``kvtier.kernels.sparse_attend``, for heads of 512 values; lengths are not looked at."""
     query, sink = adjacent(query), adjacent(sink)
     n, heads, dim = query.shape
     if extra is None or extra_slots is None:

@@ -94,7 +94,7 @@ class FakeCache:
     def __init__(
         self, layout: Layout, pages: int = 64, *, poison: float = torch.nan, seed: int = 0
     ) -> None:
-        self.layout = layout
+        self.layout, self.closed = layout, False
         latent = layout.components[0]
         dtype: torch.dtype = getattr(torch, latent.dtype)
         shape = (pages * layout.page_tokens, latent.slot_bytes // dtype.itemsize)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier import Cache, CacheConfig, LayoutMismatch
+from kvtier import Cache, CacheClosed, CacheConfig, LayoutMismatch
 from kvtier.layouts import Layout, swa_c4_c128
 from kvtier_deepseek import attach, layout_for
 from tests.adapter.models import full_logits, tiny_model
@@ -47,6 +47,16 @@ def test_a_cache_laid_out_the_same_is_as_good() -> None:
     with mine, cache, attach(model, mine) as adapter, cache.lease(tokens) as lease:
         got = feed(cache, adapter, (lease, tokens))[0]
     torch.testing.assert_close(got, full_logits(model, tokens), atol=5e-5, rtol=0)
+
+
+def test_a_closed_cache_is_refused() -> None:
+    model = tiny_model("v3")
+    before = set(vars(model.model.layers[0].self_attn))
+    with opened(layout_for(model.config, page_tokens=16, dtype="float32")) as cache:
+        pass
+    with pytest.raises(CacheClosed, match="has been closed"):
+        attach(model, cache)
+    assert set(vars(model.model.layers[0].self_attn)) == before
 
 
 def opened(layout: Layout) -> Cache:

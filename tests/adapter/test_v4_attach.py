@@ -42,6 +42,8 @@ def small(ratios: tuple[int, ...] = (0, 4, 128), **changes: Any) -> Any:
 class Held:
     """A cache of which only the layout is looked at."""
 
+    closed = False
+
     def __init__(self, layout: Any) -> None:
         self.layout = layout
 

@@ -50,6 +50,7 @@ class Double:
             attn_sink: Tensor | None = None,
             extra_k_cache: Tensor | None = None,
             extra_indices_in_kvcache: Tensor | None = None,
+            extra_topk_length: Tensor | None = None,
         ) -> Any:
             kept = tile_scheduler_metadata
             known = (kept.tile_scheduler_metadata, kept.num_splits)
@@ -59,7 +60,7 @@ class Double:
                 out, lse, *made = self.dense(*shape, softmax_scale, causal, *known)  # type: ignore[arg-type]
             else:
                 assert is_fp8_kvcache and not causal and block_table is cache_seqlens is None
-                extra = (extra_k_cache, extra_indices_in_kvcache, None)
+                extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
                 out, lse, *made = self.sparse(
                     *(q, k_cache, indices, None, attn_sink, *known, *extra),
                     *(head_dim_v, softmax_scale),  # type: ignore[arg-type]
@@ -140,7 +141,7 @@ class Double:
         splits: Tensor | None,
         extra: Tensor | None,
         extra_lists: Tensor | None,
-        extra_lengths: None,
+        extra_lengths: Tensor | None,
         value: int,
         scale: float,
     ) -> Answer:
@@ -164,6 +165,11 @@ class Double:
             size = record.page_bytes(pool.shape[1])
             storage = pool.as_strided((pool.shape[0], size), (pool.stride(0), 1))
             found.append((named[:, 0], storage))
+        if extra_lengths is not None:
+            assert extra_lengths.dtype == torch.int32 and extra_lengths.is_contiguous()
+            assert extra_lengths.shape == (batch,) and extra is not None
+            behind = torch.arange(found[1][0].shape[1]) >= extra_lengths[:, None]
+            found[1] = found[1][0].masked_fill(behind, -1), found[1][1]
         out = query.new_zeros(batch, 1, heads, 512)
         lse = torch.full((batch, 1, heads), torch.inf)
         for b in range(batch):

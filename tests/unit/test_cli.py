@@ -14,7 +14,8 @@ import pytest
 import xxhash
 
 from kvtier import Identity, Record, TokenError
-from kvtier.cli import main, read_tokens
+from kvtier.cli import main
+from kvtier.cli_disk import read_tokens
 from kvtier.core.keys import chain_base, chain_root, checkpoint_key, page_key
 from kvtier.stores import LmdbStore
 

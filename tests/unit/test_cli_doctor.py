@@ -49,6 +49,46 @@ def test_without_torch(json_too: bool) -> None:
         assert "kernels on" not in done.stdout
 
 
+@pytest.mark.parametrize("package", ["numpy", "lmdb", "zstandard", "xxhash"])
+def test_without_a_package(package: str) -> None:
+    """doctor says so, with everything else; other commands and uses say what to ask."""
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.modules[{package!r}] = None; {code}"],
+            capture_output=True, text=True, check=False, cwd=ROOT,
+        )  # fmt: skip
+
+    done = run("from kvtier.cli import main; sys.exit(main(['doctor', '--json']))")
+    assert (done.returncode, done.stderr) == (1, "")
+    told = json.loads(done.stdout)
+    assert grave(told) == [f"{package} is missing"] and told["kernels"] == []
+    assert told["packages"]["torch"] is not None and told["limits"]["memory_bytes"] > 0
+    done = run("from kvtier.cli import main; sys.exit(main(['ls', '.']))")
+    assert done.returncode == 2 and "`kvtier doctor` says what is missing" in done.stderr
+    assert package in done.stderr and "Traceback" not in done.stderr
+    if package == "numpy":
+        done = run("import kvtier; print(kvtier.__version__); from kvtier import Cache")
+        assert done.stdout and "ModuleNotFoundError" in done.stderr and "numpy" in done.stderr
+
+
+def test_a_package_that_does_not_load(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.import_module
+
+    def broken(name: str) -> Any:
+        if name == "zstandard":
+            raise ImportError("libzstd.so.1: cannot open shared object file")
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    status, told = report(capsys)
+    assert status == 1 and told["kernels"] == []
+    (what,) = grave(told)
+    assert what.startswith("zstandard does not import (") and "libzstd.so.1" in what
+
+
 def test_a_torch_that_does_not_load(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -156,6 +156,42 @@ def test_v4_lists(double: Double, heads: int, extra: int) -> None:
     check(flashmla.sparse_attend(*arguments, **options), without)
 
 
+@pytest.mark.parametrize("heads", [5, 64, 130])
+def test_lengths_of_lists(double: Double, heads: int) -> None:
+    """What is behind a length is not looked at; what is made of lengths is made once."""
+    window, more = pool("v4_fp8", 128), pool("v4_fp8", 64)
+    query, sink = torch.randn(4, heads, 512).to(torch.bfloat16), torch.randn(heads)
+    near, far = torch.randint(0, 128, (4, 64)).int(), torch.randint(0, 64, (4, 300)).int()
+    lengths = torch.tensor([300, 0, 65, 64], dtype=torch.int32)
+    cut = far.masked_fill(torch.arange(300) >= lengths[:, None], -1)
+    options = {"scale": 0.05, "record": RECORDS["v4_fp8"], "extra": more}
+    expected = sparse_attend(query, window, near, sink, **options, extra_slots=cut)
+    options |= {"extra_slots": far, "extra_lengths": lengths}
+    for _ in range(3):
+        check(flashmla.sparse_attend(query, window, near, sink, **options), expected)
+    parts = -(-heads // 128)  # which may be of other numbers of heads
+    assert double.made == len({shape[2] for shape in double.shapes}) <= parts
+    flashmla.sparse_attend(query, window, near, sink, **options | {"extra_lengths": lengths + 0})
+    assert double.made == 2 * len({shape[2] for shape in double.shapes})
+    # Of some queries at a time lengths would be cut anew in each layer: lists end in -1 anyway.
+    options |= {"extra_slots": cut, "workspace_bytes": 4 * 128 * 513 * 2}
+    check(flashmla.sparse_attend(query, window, near, sink, **options), expected)
+
+
+def test_outputs_alone(double: Double) -> None:
+    """Log-sum-exps stay as the library has them; outputs are the same."""
+    torch.manual_seed(0)
+    rows, query = pool("mla_fp8", 64), torch.randn(3, 8, 576).to(torch.bfloat16)
+    slots = torch.randint(0, 64, (3, 40))
+    slots[1] = -1
+    options = {"latent_dim": 512, "scale": 0.07, "record": RECORDS["mla_fp8"]}
+    out, lse = flashmla.mla_sparse(query, rows, slots, **options)
+    alone, raw = flashmla.mla_sparse(query, rows, slots, **options, sums=False)
+    assert torch.equal(out, alone)
+    assert lse[1].eq(-torch.inf).all() and raw[1].eq(torch.inf).all()
+    assert torch.equal(lse[::2], raw[::2])
+
+
 def test_a_small_workspace_cuts_the_queries(double: Double) -> None:
     torch.manual_seed(0)
     rows, slots = pool("mla_fp8", 128), torch.randint(0, 128, (5, 64))
@@ -333,6 +369,33 @@ class TestInAGraph:
             graph.replay()
             expected = mla_sparse(query, rows, slots, **options)
             check(tuple(t.cpu() for t in found), tuple(t.cpu() for t in expected))
+
+    def test_lengths(self) -> None:
+        window, more = pool("v4_fp8", 1024).cuda(), pool("v4_fp8", 4096).cuda()
+        query = torch.randn(7, 64, 512, device="cuda").to(torch.bfloat16)
+        sink = torch.randn(64, device="cuda")
+        near = torch.randint(0, 1024, (7, 128), device="cuda").int()
+        far = torch.full((7, 1000), -1, device="cuda", dtype=torch.int32)
+        lengths = torch.zeros(7, device="cuda", dtype=torch.int32)
+        options = {"scale": 0.05, "record": RECORDS["v4_fp8"], "extra": more, "extra_slots": far}
+        graph = torch.cuda.CUDAGraph()
+        arguments = (query, window, near, sink)
+        flashmla.sparse_attend(*arguments, **options, extra_lengths=lengths)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            made = [
+                flashmla.sparse_attend(*arguments, **options, extra_lengths=lengths)
+                for _ in range(2)
+            ]
+        for some in ([0] * 7, [1000] * 7, [0, 1, 63, 64, 65, 128, 999], [1000, *[0] * 6]):
+            lengths.copy_(torch.tensor(some))
+            far.copy_(torch.randint(0, 4096, (7, 1000)))
+            far.masked_fill_(torch.arange(1000, device="cuda") >= lengths[:, None], -1)
+            near[3] = -1
+            graph.replay()
+            expected = sparse_attend(*arguments, **options)
+            for found in made:
+                check(tuple(t.cpu() for t in found), tuple(t.cpu() for t in expected))
 
 
 def test_optional_arguments_that_a_build_has_besides() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from kvtier import ConfigError, KVTierError, LayoutMismatch, Step, TokenError
+from kvtier import CacheClosed, ConfigError, KVTierError, LayoutMismatch, Step, TokenError
 from kvtier.kernels import check_budget, table
 from kvtier.layouts import Layout
 from kvtier_deepseek.decode import DecodeGraph
@@ -86,11 +86,13 @@ def attach(
     does, in every step; without one draft layers are filled with zeros.
     Raises UnsupportedModel naming what is missing, LayoutMismatch naming the field in which the
     cache's layout is not this model's, ConfigError for a backend, workspace or limit that cannot
-    work.
+    work, CacheClosed.
     """
     _check_model(model)
     if not isinstance(getattr(cache, "layout", None), Layout):
         raise ConfigError(f"cache must be a kvtier.Cache, got {cache!r}")
+    if cache.closed:
+        raise CacheClosed("the cache has been closed; attach the model to an open one")
     if draft is not None and not isinstance(draft, CachedDraft):
         raise ConfigError(f"draft must be one that keeps rows in the cache, got {draft!r}")
     if device_bytes is not None:

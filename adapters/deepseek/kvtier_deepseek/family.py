@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kvtier.kernels import Kernel, Load, PagedBatch
 from kvtier_deepseek.metadata import DeviceStepLike, StepLike
 
-__all__ = ["Family", "LayerAttention", "Run", "load_of", "variants_of"]
+__all__ = ["Family", "LayerAttention", "Run", "load_of", "variants_of", "without_reference"]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -49,12 +49,12 @@ class Run:
             raise RuntimeError(f"layer {layer} was called twice in one step")
 
     def kernel(self, layer: "LayerAttention", operation: str) -> Callable[..., Any]:
-        """What a layer calls for this operation; it is noted as used."""
+        """What a layer calls for this operation, and looks at the outputs of; noted as used."""
         kernel = layer.kernels[operation]
         if kernel.rivals:
             kernel = self.picked.get(operation) or self._pick(operation, kernel)
         self.backends[operation] = kernel.backend
-        return kernel.run
+        return kernel.outputs
 
     def _pick(self, operation: str, kernel: Kernel) -> Kernel:
         if (load := self.loads.get(operation)) is not None:
@@ -140,6 +140,15 @@ def load_of(batch: PagedBatch, heads: int, *, captured: bool) -> Load:
         page_tokens=batch.page_tokens,
         captured=captured,
     )
+
+
+def without_reference(kernels: Mapping[str, Kernel], operation: str) -> Mapping[str, Kernel]:
+    """``kernels``, less that of an operation that is worth its while as a kernel only."""
+    return {
+        name: kernel
+        for name, kernel in kernels.items()
+        if name != operation or kernel.backend != "torch"
+    }
 
 
 def variants_of(kernels: Mapping[str, Kernel]) -> Iterator[dict[str, Kernel]]:

@@ -150,7 +150,7 @@ class WindowLayer:
         assert flight is not None, "a draft's block runs only to guess"
         a = self.attention
         m: Any = a.module
-        run = {name: kernel.run for name, kernel in a.kernels.items()}
+        run = {name: kernel.outputs for name, kernel in a.kernels.items()}
         cos, sin = (each[0] for each in options["position_embeddings"]["main"])
         query = m.q_b_proj(m.q_a_norm(m.q_a_proj(hidden_states)))
         query = query.view(hidden_states.shape[1], -1, m.head_dim)

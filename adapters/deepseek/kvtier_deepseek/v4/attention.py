@@ -56,6 +56,8 @@ class V4Run(Run):
     c128_slots: Tensor | None
     """(tokens, n) physical slots of all entries of ratio 128 that each query sees, -1 behind;
     None where no layer has any."""
+    c128_lengths: Tensor | None
+    """(tokens,) int32: how many these are."""
     entry_turns: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Ratio -> cos and sin (tokens, pairs) of the first token of each token's group."""
 
@@ -112,6 +114,7 @@ class V4Attention:
         self._write_window(run, view, m.kv_proj(hidden)[0], cos, sin)
         extra: Tensor | None = None
         slots: Tensor | None = None
+        lengths: Tensor | None = None
         if self.ratio == 4:
             self._compress(run, view, C4, m.compressor, hidden)
             self._compress(run, view, C4_INDEX, m.compressor.indexer, hidden)
@@ -120,6 +123,7 @@ class V4Attention:
         elif self.ratio == 128:
             self._compress(run, view, C128, m.compressor, hidden)
             extra, slots = view.rows(C128.entries), run.c128_slots
+            lengths = run.c128_lengths
         run.written.append(self.index)
         out, _ = run.kernel(self, "sparse_attend")(
             query,
@@ -130,6 +134,7 @@ class V4Attention:
             record=self.records[WINDOW],
             extra=extra,
             extra_slots=slots,
+            extra_lengths=lengths,
             workspace_bytes=self.workspace_bytes,
         )
         out = run.kernel(self, "inverse_rope")(out, cos, sin, dtype=out.dtype)

@@ -17,6 +17,7 @@ from kvtier.kernels import (
     PagedBatch,
     Record,
     c128_slots,
+    closed_entries,
     select_all,
     token_positions,
     window_slots,
@@ -134,10 +135,11 @@ class V4Family:
         )
         window = self._windows
         assert window.window is not None
+        sequences, positions = token_positions(batch)
         return V4Run(
             step=device,
             batch=batch,
-            sequences=token_positions(batch)[0],
+            sequences=sequences,
             captures=captures,
             window_slots=window_slots(
                 batch,
@@ -146,6 +148,7 @@ class V4Family:
                 slots_per_page=window.slots_per_page,
             ),
             c128_slots=c128_slots(batch) if self._has_c128 else None,
+            c128_lengths=closed_entries(positions, 128).int() if self._has_c128 else None,
         )
 
     def captures(self, step: TailStepLike, device: torch.device) -> Captures:
