@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from benchmarks.harness import Result, meta, summarise, write
 from kvtier.kernels import choices, select
 from kvtier.kernels import flashmla as backend_flashmla
 
-__all__ = ["Timed", "main", "measure", "run", "write_times"]
+__all__ = ["Timed", "main", "measure", "planned", "run", "write_times"]
 
 BARE = "flashmla (bare)"
 TABLE = Path(__file__).parents[1] / "kvtier" / "kernels" / "measured_h200.json"
@@ -68,20 +69,25 @@ def run(
     write_table: Path | None = None,
     parts: Sequence[str] = tuple(PARTS),
     json_path: Path | None = None,
+    seconds: float = float("inf"),
 ) -> list[Result]:
     """Microseconds of a call; the baseline is FlashMLA's function alone where it is there.
 
-    ``quick`` leaves the sweeps out.  What has been measured is in the files after each size,
-    whatever comes next.  Without a GPU, nothing.
+    The targets' sizes of all parts, then, unless ``quick``, the sweeps.  After ``seconds`` no
+    further size is begun, and how many are left is told.  What has been measured is in the files
+    after each size, whatever comes next.  Without a GPU, nothing.
     """
     if not torch.cuda.is_available():
         print("attention: needs a CUDA device")
         return []
     found: list[Timed] = []
     about = meta()
-    for name in parts:
-        part = PARTS[name]
-        for timed in measure(part, part.targets if quick else part.targets + part.sweep, flashmla):
+    end = time.monotonic() + seconds
+    for part, shape in planned(parts, quick):
+        if time.monotonic() > end:
+            print(f"{part.result} {shape}: left out after {seconds:.0f} s")
+            continue
+        for timed in measure(part, [shape], flashmla):
             found.append(timed)
             if write_table is not None:
                 write_times(write_table, found, about)
@@ -90,8 +96,19 @@ def run(
     return _results(found)
 
 
+def planned(parts: Sequence[str], quick: bool) -> list[tuple[Part, Shape]]:
+    """What is measured, in this order: what there are targets for comes first."""
+    chosen = [PARTS[name] for name in parts]
+    targets = [(part, shape) for part in chosen for shape in part.targets]
+    sweeps = [(part, shape) for part in chosen for shape in part.sweep]
+    return targets if quick else targets + sweeps
+
+
 def _results(found: Sequence[Timed]) -> list[Result]:
-    return [result for timed in found for result in timed.results()]
+    """Part by part."""
+    parts = dict.fromkeys(timed.part for timed in found)
+    mine = [timed for part in parts for timed in found if timed.part is part]
+    return [result for timed in mine for result in timed.results()]
 
 
 def measure(
@@ -107,7 +124,7 @@ def measure(
     A size or a backend that fails is told of and left out.
     """
     if library is not None:
-        backend_flashmla.load(library)
+        _load(library)
     bare = device == "cuda" and not backend_flashmla.missing("dense_decode_fwd")
     for shape in shapes:
         try:
@@ -119,6 +136,11 @@ def measure(
         yield timed
         if device == "cuda":
             torch.cuda.empty_cache()
+
+
+@cache
+def _load(library: Path) -> None:
+    backend_flashmla.load(library)
 
 
 def _measure(part: Part, shape: Shape, device: str, bare: bool, turns: int) -> Timed:
@@ -322,9 +344,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--write-table", type=Path, nargs="?", const=TABLE, help=f"write times here ({TABLE.name})"
     )
     parser.add_argument("--quick", action="store_true", help="without the sweeps")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no size after so many"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args(argv)
-    run(options.quick, options.flashmla, options.write_table, options.parts, options.json)
+    run(
+        options.quick,
+        options.flashmla,
+        options.write_table,
+        options.parts,
+        options.json,
+        options.seconds,
+    )
 
 
 if __name__ == "__main__":

@@ -95,6 +95,43 @@ def by_prefix(results: Sequence[Result]) -> str:
     return f"{table(whole, header)}\n\n{table(parts, ['tokens', 'from', *stages])}"
 
 
+def by_backend(results: Sequence[Result]) -> str:
+    """One table a kind of attention, one row a size: microseconds of each backend, and how many
+    times as fast as the baseline that is."""
+    told = []
+    for name in dict.fromkeys(r.name for r in results):
+        found = [r for r in results if r.name == name]
+        backends = list(dict.fromkeys(str(r.params["backend"]) for r in found))
+        cells = {(_work(r), r.params["backend"]): _beside(r) for r in found}
+        base = {_work(r): f"{r.baseline:.3g}" for r in found if r.baseline is not None}
+        lines = [
+            [
+                *work,
+                *([base.get(work, "")] if base else []),
+                *(cells.get((work, b), "") for b in backends),
+            ]
+            for work in dict.fromkeys(map(_work, found))
+        ]
+        header = ["batch", "heads", "keys", *(["FlashMLA"] if base else []), *backends]
+        told.append(f"`{name}`:\n\n{table(lines, header)}")
+    return "\n\n".join(told)
+
+
+WORK = {"batch", "heads", "keys", "queries", "ragged", "backend"}
+
+
+def _work(result: Result) -> tuple[str, ...]:
+    p = result.params
+    many = "" if p["queries"] == 1 else f" x {p['queries']}"
+    return f"{p['batch']}{many}", f"{p['heads']}", f"{p['keys']}{' ragged' if p['ragged'] else ''}"
+
+
+def _beside(result: Result) -> str:
+    ratio = "" if result.ratio is None else f" ({result.ratio:.2f}x)"
+    digits = ".0f" if result.median >= 1000 else ".3g"
+    return f"{result.median:{digits}}{ratio}"
+
+
 def render(about: dict[str, Any], results: Sequence[Result]) -> str:
     """The tables and a line on what they were taken on."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
@@ -105,6 +142,8 @@ def render(about: dict[str, Any], results: Sequence[Result]) -> str:
         told = "\n\n".join(f"`{n}`, {unit[n]}:\n\n{by_policy(results, n)}" for n in names)
     elif any(r.name == "restore_ms" for r in results):
         told = by_prefix(results)
+    elif all(set(r.params) == WORK for r in results):
+        told = by_backend(results)
     else:
         told = table(rows(results), header)
     return (

@@ -54,7 +54,7 @@ def draw(axes: Axes, results: Sequence[Result], name: str) -> None:
         heights = [ratio[s] for s in sizes if s in ratio]
         axes.bar(places, heights, each, label=backend, color=COLOURS.get(backend, "grey"))
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(sizes)), sizes, rotation=60, ha="right", fontsize=7)
+    axes.set_xticks(range(len(sizes)), sizes, rotation=60, ha="right", fontsize=6)
     axes.set(title=TITLES.get(name, name), ylabel="times FlashMLA's speed", ylim=(0, None))
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=8)
@@ -64,7 +64,7 @@ def main() -> None:
     about, results = read(ROOT / "benchmarks" / "results" / "attention.json")
     names = [n for n in dict.fromkeys(r.name for r in results) if n in TITLES]
     kinds = [n for n in names if any(r.ratio is not None for r in results if r.name == n)]
-    figure, axes = plt.subplots(len(kinds), 1, figsize=(9, 3.4 * len(kinds)), squeeze=False)
+    figure, axes = plt.subplots(len(kinds), 1, figsize=(12, 3.6 * len(kinds)), squeeze=False)
     for at, name in zip(axes[:, 0], kinds, strict=True):
         draw(at, [r for r in results if r.name == name], name)
     figure.tight_layout()
