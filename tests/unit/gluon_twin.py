@@ -10,6 +10,7 @@ is when copies of the tensor engine arrive.  If all wait, that is an error.
 What the compiler adds is not looked at: barriers of one group of warps, fences, layouts.
 """
 
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -112,6 +113,12 @@ class Pointers:
         out[there] = found
         return tensor(out)
 
+    def add(self, value: Any) -> Tensor:
+        """Adds to the one number pointed at; returns what it was."""
+        before = self.load(None, None)
+        self.store(before + value, None)
+        return before
+
     def store(self, value: Any, mask: Any) -> None:
         words, places, there = self._places(mask)
         value = np.broadcast_to(np.asarray(value), there.shape)[there]
@@ -186,14 +193,17 @@ class Product:
 
 
 class State(threading.local):
-    """Of a thread: its program, its products under way, its place among the threads."""
+    """Of a thread: its program, its products and copies under way, its place among the threads."""
 
     program: tuple[tuple[int, ...], tuple[int, ...]] = ((0, 0, 0), (1, 1, 1))
+    waiting: list[Any] | None = None
+    """Parts of programs that are to begin when all programs of the launch have got this far."""
     turns: Turns | None = None
     me = 0
 
     def __init__(self) -> None:
         self.products: list[Product] = []
+        self.copies: list[Callable[[], None]] = []
 
 
 HERE = State()
@@ -240,6 +250,16 @@ class Language:
     @staticmethod
     def store(at: Pointers, value: Any, mask: Any = None) -> None:
         at.store(value, mask)
+
+    @staticmethod
+    def atomic_add(at: Pointers, value: Any, sem: str, scope: str) -> Tensor:
+        if HERE.turns is not None:
+            HERE.turns.wait(HERE.me, lambda: True)
+        return at.add(value)
+
+    @staticmethod
+    def thread_barrier() -> None:
+        pass
 
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> Any:
@@ -319,9 +339,17 @@ class Language:
     def warp_specialize(
         self, parts: list[tuple[Callable[..., Any], tuple[Any, ...]]], warps: Any, registers: Any
     ) -> None:
-        turns, program = Turns(self.seed, len(parts)), HERE.program
+        mine = [(HERE.program, *part) for part in parts]
+        if HERE.waiting is None:
+            self.take_turns(mine)
+        else:
+            HERE.waiting.extend(mine)
 
-        def run(me: int, part: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def take_turns(self, parts: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]]) -> None:
+        """Runs parts of one program, or of several."""
+        turns = Turns(self.seed, len(parts))
+
+        def run(me: int, program: Any, part: Callable[..., Any], args: tuple[Any, ...]) -> None:
             HERE.program, HERE.turns, HERE.me = program, turns, me
             error: BaseException | None = None
             try:
@@ -410,8 +438,32 @@ class Tma:
             into.array[...] = found
             barrier.arrive(0, -found.nbytes)
 
-        assert HERE.turns is not None and into.shape == what.block
-        HERE.turns.copies.append(copy)
+        assert into.shape == what.block
+        if HERE.turns is None:
+            copy()
+        else:
+            HERE.turns.copies.append(copy)
+
+
+class AsyncCopy:
+    """``ampere.async_copy``: copies that have come once they are waited for, NaN until then."""
+
+    @staticmethod
+    def async_copy_global_to_shared(into: Shared, at: Pointers, mask: Any = None) -> None:
+        found = at.load(mask, 0)
+        into.array[...] = 0xFF
+        HERE.copies.append(lambda: into.store(found))
+
+    @staticmethod
+    def commit_group() -> None:
+        pass
+
+    @staticmethod
+    def wait_group(outstanding: int = 0) -> None:
+        assert outstanding == 0, "only that of all is known here"
+        for copy in HERE.copies:
+            copy()
+        HERE.copies.clear()
 
 
 def warpgroup_mma(
@@ -444,15 +496,22 @@ def names_of(module: types.ModuleType, seed: int = 0) -> dict[str, Any]:
     language.seed = seed
     stand_in: dict[str, Any] = {
         "gl": language,
+        "async_copy": AsyncCopy,
         "mbarrier": Mbarrier,
         "tma": Tma,
         "warpgroup_mma": warpgroup_mma,
         "warpgroup_mma_wait": warpgroup_mma_wait,
         "fence_async_shared": lambda: None,
+        "barrier": lambda: None,
+        "copy_tile": Tma.async_copy_global_to_shared,
     }
     known: dict[str, Any] = {}
     for key, value in vars(module).items():
         if isinstance(value, GluonJITFunction):
+            if value.fn.__module__ != module.__name__:  # it has names of its own
+                elsewhere = sys.modules[value.fn.__module__]
+                known[key] = names_of(elsewhere, seed)[value.fn.__name__]
+                continue
             known[key] = types.FunctionType(value.fn.__code__, known, key)
             known[key].__defaults__ = value.fn.__defaults__
         else:
@@ -463,21 +522,37 @@ def names_of(module: types.ModuleType, seed: int = 0) -> dict[str, Any]:
 class Launched:
     """A kernel of a module of gluon kernels, to be put in its place: ``kernel[grid](...)``."""
 
-    def __init__(self, module: types.ModuleType, name: str, seed: int = 0) -> None:
-        self.run = names_of(module, seed)[name]
+    def __init__(
+        self, module: types.ModuleType, name: str, seed: int = 0, *, together: bool = False
+    ) -> None:
+        """``together``: programs that end by specialising run at the same time, not in turn."""
+        names = names_of(module, seed)
+        self.run, self.language = names[name], names["gl"]
+        self.together = together
         self.launches = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int = 4, maxnreg: int = 0, **kwargs: Any) -> None:
+        def launch(
+            *args: Any,
+            num_warps: int = 4,
+            maxnreg: int = 0,
+            launch_cooperative_grid: bool = False,
+            **kwargs: Any,
+        ) -> None:
             self.launches += 1
             count = (*grid, 1, 1)[:3]
             given = [_argument(x) for x in args]
+            HERE.waiting = [] if self.together else None
             for program in np.ndindex(*count[::-1]):
                 HERE.program = (program[::-1], count)
                 HERE.turns, HERE.products = None, []
                 with np.errstate(invalid="ignore", divide="ignore"):
                     self.run(*given, **kwargs)
                 assert all(p.result is not None for p in HERE.products), "nobody waited"
+            if HERE.waiting:
+                with np.errstate(invalid="ignore", divide="ignore"):
+                    self.language.take_turns(HERE.waiting)
+            HERE.waiting = None
 
         return launch
 
