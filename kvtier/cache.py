@@ -27,7 +27,7 @@ from kvtier.arguments import (
 )
 from kvtier.assembly import check_parts, geometry_of, make_core, make_transfer, open_store
 from kvtier.config import CacheConfig, RestorePolicy, as_int
-from kvtier.core import lookup
+from kvtier.core import lookup, report
 from kvtier.core.keys import ANONYMOUS, chain_base
 from kvtier.core.leases import LeaseRecord
 from kvtier.core.load_costs import ALWAYS
@@ -152,7 +152,9 @@ class Cache:
     def close(self, *, drain: bool = True) -> None:
         """Finish (or, with ``drain=False``, abandon) queued stores and give everything back.
 
-        Idempotent, and nothing at all in a forked child.  With leases outstanding it raises
+        Idempotent, and nothing at all in a forked child.  A disk that hangs is not waited for
+        (``CacheConfig.disk_stall_s``): a warning is logged, and the store stays open until the
+        process ends.  With leases outstanding it raises
         LeaseError that lists them, after closing: nothing is leaked, and the bug is loud.
         """
         if self._pump.closed or self._pump.foreign:
@@ -345,7 +347,8 @@ class Cache:
         """Resolves once everything committed so far is as low as it will go.
 
         ``to=Tier.CPU`` waits for host copies only.  Carries StoreError if something could not be
-        stored; elsewhere a store that fails is a page that is not kept, and a counter.
+        stored, or the disk hangs (``CacheConfig.disk_stall_s``); elsewhere a store that fails is a
+        page that is not kept, and a counter.
         """
         if not isinstance(to, int) or to not in (Tier.CPU, Tier.DISK):
             raise ConfigError(f"flush goes to Tier.CPU or Tier.DISK, not {to!r}")
@@ -450,18 +453,7 @@ class Cache:
     def leases(self) -> list[LeaseInfo]:
         """The open leases, oldest first."""
         with self._pump as core:
-            return [
-                LeaseInfo(
-                    id=r.id,
-                    label=r.label,
-                    state=r.state,
-                    num_tokens=r.length,
-                    cached_tokens=r.cached_tokens,
-                    pages=len(r.frames),
-                    opened_at=r.opened_at,
-                )
-                for r in core.leases.values()
-            ]
+            return report.leases(core)
 
     def pages(self, *, identity: Identity | None = None) -> Iterator[PageInfo]:
         """A snapshot of the radix tree, parents before children."""
@@ -493,7 +485,7 @@ class Cache:
             self._pump.plan(core.expire(now))
 
     def _close_store(self) -> None:
-        if self._store is None:
+        if self._store is None or self._pump.disk_hangs:
             return
         try:
             self._flushing.close(self._core)

@@ -258,8 +258,8 @@ class CacheConfig:
     io_threads: int = 4
     disk_stall_s: float = 30.0
     """A disk that has work and brings nothing for so long is taken to hang: leases and prefetches
-    settle for what is nearer, and new leases ask it for nothing until it moves.  Infinity: they
-    wait for ever."""
+    settle for what is nearer, new leases ask it for nothing until it moves, a flush ends with
+    StoreError, and ``close`` does not wait for it.  Infinity: they wait for ever."""
     restore: RestorePolicy = field(default_factory=RestorePolicy)
     """Of leases that bring none of their own."""
     max_pinned: float = 0.5

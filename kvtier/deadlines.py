@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import inf
 
 from kvtier.arguments import FOREVER
@@ -16,7 +16,7 @@ from kvtier.config import RestorePolicy
 from kvtier.core.leases import LeaseRecord, PrefetchRecord
 from kvtier.core.load_costs import ALWAYS, SLACK, LoadCosts
 from kvtier.core.machine import CacheCore
-from kvtier.core.ops import Op
+from kvtier.core.ops import Op, OpKind
 from kvtier.speeds import PROBE_S, Speeds
 from kvtier.types import LeaseState
 
@@ -24,6 +24,8 @@ __all__ = ["Alarm", "Deadlines", "Patience"]
 
 logger = logging.getLogger("kvtier")
 
+_OF_TIERS = frozenset({OpKind.RESTORE, OpKind.STORE, OpKind.DROP})
+"""Operations for which something waits that keeps time."""
 RETRY_S = 0.01
 """A lease whose time is over, but for which there is no room yet, is asked again so soon."""
 HUNG_RETRY_S = 1.0
@@ -77,11 +79,11 @@ class Deadlines:
         stall_s: float,
     ) -> None:
         """``tells``: when an operation under way last got something, on the same clock; None: it
-        is known only when one ends.  A disk that brings nothing for ``stall_s`` hangs."""
+        is known only when one ends.  A disk that brings or takes nothing for ``stall_s`` hangs."""
         self.clock: Callable[[], float] = time.monotonic
         self.alarm = Alarm(settle_late)
         self._core = core
-        self._tells = tells or (lambda op_id: -inf)
+        self._tells = tells or _unheard
         self._stall_s = min(stall_s, FOREVER)
         self._speeds = Speeds(core.geometry.page_bytes, core.geometry.checkpoint_frames)
         self._bounds: dict[int, Patience] = {}
@@ -90,7 +92,9 @@ class Deadlines:
         self._said = False
 
     def started(self, op: Op) -> None:
-        """A RESTORE."""
+        """An operation was planned."""
+        if op.kind not in _OF_TIERS:
+            return
         now = self.clock()
         self._speeds.started(op, now)
         if self._look == inf and self._speeds.disk.running:
@@ -99,6 +103,8 @@ class Deadlines:
 
     def ended(self, op: Op, tried: int) -> None:
         """With so many of its parts delivered, or tried; before the core is told."""
+        if op.kind not in _OF_TIERS:
+            return
         now = self.clock()
         self._speeds.ended(op, now, tried)
         for patience in self._bounds.values():
@@ -185,6 +191,16 @@ class Deadlines:
         self._look = first
         return hung, first
 
+    def awaited(self, op_ids: Collection[int]) -> None:
+        """Somebody waits for these to be written."""
+        if (ends := self.writes_hang(op_ids)) < inf:
+            self.alarm.set(ends)
+
+    def writes_hang(self, op_ids: Collection[int]) -> float:
+        """When a disk that writes nothing of these any more will have hung, or has; infinity:
+        none of them is being written."""
+        return self._speeds.writes.heard(op_ids, _unheard) + self._stall_s
+
     def _ends(self, patience: Patience) -> float:
         record = patience.record
         awaited = len(record.nodes) * self._core.geometry.page_tokens
@@ -194,6 +210,11 @@ class Deadlines:
             ends = patience.ends(at_hand, awaited, self._speeds.disk.rest_s(record.waits))
         patience.over, patience.seen = ends, self._speeds.disk.served
         return ends
+
+
+def _unheard(op_id: int) -> float:
+    """Of what is written it is known only when it has ended."""
+    return -inf
 
 
 class Alarm:

@@ -61,32 +61,32 @@ class Flushing:
 
     def _stored(self, future: "Future[None]", error: BaseException | None) -> None:
         """On whatever thread ended the wait; the store is written on another."""
+        if error is not None:  # of a disk that hangs there is nothing more to be asked
+            settle(future, error)
+            return
         try:
             with self._pump as core:
                 ticks = core.disk_ticks()
             if ticks and self._store is not None:
-                self._saver.submit(self._save, self._store, ticks, future, error)
+                self._saver.submit(self._save, self._store, ticks, future)
                 return
         except CacheClosed:
             pass  # close does the same
         except BaseException as failed:
-            settle(future, error or failed)
+            settle(future, failed)
             if not isinstance(failed, Exception):
                 raise
             return
-        settle(future, error)
+        settle(future, None)
 
     def _save(
-        self,
-        store: Store,
-        ticks: Sequence[tuple[bytes, int]],
-        future: "Future[None]",
-        error: BaseException | None,
+        self, store: Store, ticks: Sequence[tuple[bytes, int]], future: "Future[None]"
     ) -> None:
+        error: BaseException | None = None
         try:
             store.touch(ticks)
         except Exception as failed:  # noqa: BLE001 - whatever it is, the future carries it
-            error = error or failed
+            error = failed
         settle(future, error)
 
 

@@ -34,8 +34,9 @@ from kvtier.core.ops import Op, OpKind, Part, Shortfall
 from kvtier.deadlines import Deadlines
 from kvtier.errors import CacheClosed, InvariantError, KVTierError
 from kvtier.futures import fail, fulfil
-from kvtier.seams import DropsReads, ReadDropped, TellsProgress, Transfer
+from kvtier.seams import DiskHangs, DropsReads, ReadDropped, TellsProgress, Transfer
 from kvtier.types import LeaseState, Tier
+from kvtier.watching import Watches
 
 __all__ = ["Pump"]
 
@@ -53,23 +54,6 @@ def _in_child() -> None:
 @cache
 def _watch_forks() -> None:
     os.register_at_fork(after_in_child=_in_child)
-
-
-class _Watch:
-    """Waits until some ops have ended, and those of certain kinds that followed from them."""
-
-    __slots__ = ("error", "follow", "then", "waiting")
-
-    def __init__(
-        self,
-        waiting: set[int],
-        follow: frozenset[OpKind],
-        then: Callable[[BaseException | None], None],
-    ) -> None:
-        self.waiting = waiting
-        self.follow = follow
-        self.then = then
-        self.error: BaseException | None = None
 
 
 @final
@@ -115,12 +99,14 @@ class Pump:
         self._behind = False
         """Whoever leaves waits for its turn, even with nothing to start."""
         self._running: dict[int, Op] = {}
-        self._watches: list[_Watch] = []
         self._ready: dict[int, Future[int]] = {}
         self._paused: dict[int, Future[None]] = {}
         self._prefetches: dict[int, tuple[PrefetchRecord, Future[int]]] = {}
         tells = transfer.heard_of if isinstance(transfer, TellsProgress) else None
         self.deadlines = Deadlines(core, self.settle_late, tells=tells, stall_s=stall_s)
+        self._watches = Watches(self.deadlines)
+        self.disk_hangs = False
+        """Whether it was closed without waiting for a disk that hangs, and still uses the store."""
         self._sealed = False
         """No op is started any more: what is still planned ends at once, undelivered."""
         self._broken: BaseException | None = None
@@ -177,8 +163,7 @@ class Pump:
         for op in ops:
             self._running[op.id] = op
             self._planned.append(op)
-            if op.kind is OpKind.RESTORE:
-                self.deadlines.started(op)
+            self.deadlines.started(op)
 
     def catch_up(self) -> None:
         """Leave the block only once every op planned so far has been started."""
@@ -196,10 +181,10 @@ class Pump:
         follow: Iterable[OpKind] = (),
     ) -> None:
         """Call ``then``, outside every lock, once these ops have ended and all of the kinds in
-        ``follow`` that came of them; with the first error among them."""
-        watch = _Watch({id for id in ops if id in self._running}, frozenset(follow), then)
-        if watch.waiting:
-            self._watches.append(watch)
+        ``follow`` that came of them, with the first error among them; or, with StoreError, once
+        the disk hangs that they wait for."""
+        if waiting := {id for id in ops if id in self._running}:
+            self._watches.add(waiting, then, follow)
         else:
             self._outcomes.append(partial(then, None))
 
@@ -263,7 +248,9 @@ class Pump:
                 for each in hung:
                     self.plan(core.settle_early(each, hung=True))
                 self._drop_unwanted()
-                return min(later, again)
+                told, third = self._watches.hung()
+                self._outcomes += told
+                return min(later, again, third)
         except KVTierError:  # it has been closed, or has stopped after a bug
             return inf
 
@@ -276,7 +263,7 @@ class Pump:
         """Take everything back, let what is under way end, and close the transfer.
 
         With ``drain`` what completions still ask for is done too; otherwise only what was started
-        ends.  Returns the leases that were open.
+        ends; and a disk that hangs is waited for no longer.  Returns the leases that were open.
         """
         self._lock.acquire()
         try:
@@ -301,7 +288,10 @@ class Pump:
                     CacheClosed(f"the cache was closed, and its transfer failed: {error}")
                 )
             self._tell()
-            raise
+            if not isinstance(error, DiskHangs):
+                raise
+            self.disk_hangs = True
+            logger.warning("%s: the cache was closed without waiting for it", error)
         self._sealed = True
         self.run()
         return open_leases
@@ -375,8 +365,8 @@ class Pump:
         futures: list[Future[Any]] = [*self._ready.values(), *self._paused.values()]
         self._outcomes += [partial(future.set_exception, error) for future in futures]
         self._outcomes += [partial(fail, f, error) for _, f in self._prefetches.values()]
-        self._outcomes += [partial(watch.then, error) for watch in self._watches]
-        for waiting in (self._ready, self._paused, self._prefetches, self._watches):
+        self._outcomes += self._watches.give_up(error)
+        for waiting in (self._ready, self._paused, self._prefetches):
             waiting.clear()
 
     def _packed(self, op_id: int) -> None:
@@ -389,19 +379,11 @@ class Pump:
         why = Shortfall.SOURCE if error is None else Shortfall.FAULT
         if isinstance(error, ReadDropped):
             why = Shortfall.UNWANTED
-        if op.kind is OpKind.RESTORE:
-            tried = delivered if why is Shortfall.UNWANTED else len(op.parts)
-            self.deadlines.ended(op, tried)
+        self.deadlines.ended(op, delivered if why is Shortfall.UNWANTED else len(op.parts))
         self._count(op, delivered)
         ops = self._core.finish(op_id, delivered, why)
         self.plan(ops)
-        for watch in [w for w in self._watches if op_id in w.waiting]:
-            watch.waiting.remove(op_id)
-            watch.waiting.update(o.id for o in ops if o.kind in watch.follow)
-            watch.error = watch.error or error
-            if not watch.waiting:
-                self._watches.remove(watch)
-                self._outcomes.append(partial(watch.then, watch.error))
+        self._outcomes += self._watches.ended(op_id, ops, error)
 
     def _refused(self, op_id: int, error: BaseException) -> None:
         """The transfer's ``start`` raised, which is an end like any other if it was the first."""

@@ -14,6 +14,7 @@ from kvtier.core.ops import Op
 
 __all__ = [
     "ENTRY",
+    "DiskHangs",
     "DropsReads",
     "Read",
     "ReadDropped",
@@ -58,7 +59,15 @@ class Transfer(Protocol):
         """
 
     def close(self) -> None:
-        """Finish what was started, then stop all threads.  Idempotent."""
+        """Finish what was started, then stop all threads.  Idempotent.
+
+        One that reads from a store or writes to it should not wait for ever where that hangs: it
+        raises DiskHangs then, with everything else ended."""
+
+
+class DiskHangs(Exception):
+    """A transfer was closed without waiting for its store, which is still in use and is not closed
+    therefore."""
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from math import inf
 
 from kvtier.core.load_costs import LoadCosts
-from kvtier.core.ops import Kind, Op, Part
+from kvtier.core.ops import Kind, Op, OpKind, Part
 from kvtier.types import Tier
 
 __all__ = ["PROBE_S", "Pace", "Speeds"]
@@ -126,17 +126,22 @@ class Pace:
 
 
 class Speeds:
-    """The paces of the host and the disk."""
+    """The paces of the host and the disk, and of what is written to the disk."""
 
-    __slots__ = ("_checkpoint_frames", "disk", "host")
+    __slots__ = ("_checkpoint_frames", "disk", "host", "writes")
 
     def __init__(self, frame_bytes: int, checkpoint_frames: int) -> None:
         self._checkpoint_frames = checkpoint_frames
         self.host = Pace(frame_bytes / UNMEASURED[Tier.CPU])
         self.disk = Pace(frame_bytes / UNMEASURED[Tier.DISK])
+        self.writes = Pace(frame_bytes / UNMEASURED[Tier.DISK])
 
     def started(self, op: Op, now: float) -> None:
-        """A RESTORE.  Where the disk takes part, the disk is what it waits for."""
+        """A RESTORE, STORE or DROP.  Where a RESTORE is from the disk, too, the disk is what it
+        waits for."""
+        if op.kind is not OpKind.RESTORE:
+            self.writes.started(op.id, 1 + self._frames(op.parts, Tier.CPU), now)
+            return
         disk, host = self._frames(op.parts, Tier.DISK), self._frames(op.parts, Tier.CPU)
         if disk:
             self.disk.started(op.id, disk, now)
@@ -145,6 +150,7 @@ class Speeds:
 
     def ended(self, op: Op, now: float, tried: int) -> None:
         """With its first ``tried`` parts delivered, or tried."""
+        self.writes.ended(op.id, 1 + self._frames(op.parts, Tier.CPU), now)
         self.disk.ended(op.id, self._frames(op.parts[:tried], Tier.DISK), now)
         self.host.ended(op.id, self._frames(op.parts[:tried], Tier.CPU), now)
 

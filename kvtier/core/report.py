@@ -16,6 +16,7 @@ from kvtier.tokens import TokenBuffer
 from kvtier.types import (
     CacheStats,
     Identity,
+    LeaseInfo,
     LeaseState,
     PageInfo,
     PageReport,
@@ -27,7 +28,7 @@ from kvtier.types import (
 if TYPE_CHECKING:
     from kvtier.core.machine import CacheCore
 
-__all__ = ["digest", "explain", "pages", "stats", "tiers_of"]
+__all__ = ["digest", "explain", "leases", "pages", "stats", "tiers_of"]
 
 
 def tiers_of(node: Node, kind: int = 0) -> frozenset[Tier]:
@@ -243,6 +244,22 @@ def pages(core: "CacheCore", identity: Identity | None) -> list[PageInfo]:
             for n in core.residency.tree.iterate(root)
         )
     return out
+
+
+def leases(core: "CacheCore") -> list[LeaseInfo]:
+    """The open leases, oldest first."""
+    return [
+        LeaseInfo(
+            id=r.id,
+            label=r.label,
+            state=r.state,
+            num_tokens=r.length,
+            cached_tokens=r.cached_tokens,
+            pages=len(r.frames),
+            opened_at=r.opened_at,
+        )
+        for r in core.leases.values()
+    ]
 
 
 def digest(core: "CacheCore") -> bytes:

@@ -21,6 +21,7 @@ from kvtier.data.arrivals import Arrival, Arrivals
 from kvtier.data.batches import Place
 from kvtier.data.jobs import Job, Turns, Workers
 from kvtier.data.records import LayerLoad, Loader, Packer
+from kvtier.data.rows import Rows
 from kvtier.data.staging import Slots
 from kvtier.data.streams import Event, Fences, Streams
 
@@ -127,7 +128,8 @@ class Copier:
         job, start = task.job, task.at
         free = self._staging.take(len(job.op.parts[start].dst), task.batch)
         if free is None or job.blocked:  # it has waited long enough
-            self._staging.give(free or [])
+            if free is not None:
+                self._staging.give(free)
             job.cut(start)
             return start
         stop, count = task.ends(start, len(free))
@@ -168,7 +170,7 @@ class Copier:
         return True
 
     def _land_later(
-        self, job: Job, start: int, parts: Sequence[Part], slots: list[int], drained: Event
+        self, job: Job, start: int, parts: Sequence[Part], slots: Rows, drained: Event
     ) -> None:
         job.share()
         self.drained.submit(lambda _: self._land(job, start, parts, slots, drained))
@@ -184,7 +186,7 @@ class Copier:
             job.end_share()
 
     def _land(
-        self, job: Job, start: int, batch: Sequence[Part], taken: list[int], drained: Event
+        self, job: Job, start: int, batch: Sequence[Part], taken: Rows, drained: Event
     ) -> None:
         try:
             try:
@@ -273,13 +275,13 @@ class Copier:
         self.queued.submit(lambda _: job.end_share())
 
     def _await(
-        self, job: Job, start: int, loaded: Event, rows: list[int], *then: Callable[[], None]
+        self, job: Job, start: int, loaded: Event, rows: Rows, *then: Callable[[], None]
     ) -> None:
         """Once it has come its landing rows are free, and these are called."""
         self.loaded.submit(lambda _: self._arrive(job, start, loaded, rows, *then))
 
     def _arrive(
-        self, job: Job, start: int, loaded: Event, rows: list[int], *then: Callable[[], None]
+        self, job: Job, start: int, loaded: Event, rows: Rows, *then: Callable[[], None]
     ) -> None:
         try:
             with self._guard(job, start):

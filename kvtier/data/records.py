@@ -91,10 +91,10 @@ class Packer:
         self._staging = staging
         self._streams = streams
 
-    def batch(self, parts: Sequence[Part], slots: Sequence[int]) -> Batch:
+    def batch(self, parts: Sequence[Part], slots: npt.NDArray[np.int64]) -> Batch:
         """Parts that are to be packed into these staging slots, as many as each has frames."""
         batch = Batch(self._sizes, self._host, parts, None, source=True)
-        batch.where, batch.rows = self._staging.frames, np.sort(np.array(slots, np.int64))
+        batch.where, batch.rows = self._staging.frames, np.sort(slots)
         return batch
 
     def gather(self, batch: Batch, fences: Fences) -> Event:
@@ -243,7 +243,7 @@ class Loader:
         self,
         parts: Sequence[Part],
         places: Sequence[Place] | None,
-        landing_rows: Sequence[int],
+        landing_rows: npt.NDArray[np.int64],
         fences: Fences,
     ) -> Event:
         """Bring the records from host memory (None: from the host frames that are their source)
@@ -310,7 +310,7 @@ class Loader:
             frames=[f for arena, frames in held if arena is self._host for f in frames],
         )
 
-    def _fetch(self, lower: Sequence["Batch"], landing_rows: Sequence[int]) -> Fences:
+    def _fetch(self, lower: Sequence["Batch"], landing_rows: npt.NDArray[np.int64]) -> Fences:
         """Bring records where the pack kernels can read them; what these have to wait for.
 
         On a GPU to the landing buffer: large copies first and one launch then, as many small copies
@@ -322,7 +322,7 @@ class Loader:
         with self._streams.on(Lane.FETCH):
             for it in lower:
                 it.where = self._landing.frames
-                it.rows = np.sort(np.array(landing_rows[used : used + len(it.frames)], np.int64))
+                it.rows = np.sort(landing_rows[used : used + len(it.frames)])
                 used += len(it.frames)
                 copy_rows(it.arena.frames, it.frames, it.where, it.rows, it.sizes)
         return (self._streams.mark(Lane.FETCH),)

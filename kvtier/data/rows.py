@@ -22,7 +22,8 @@ Rows = Sequence[int] | npt.NDArray[np.int64]
 def as_rows(rows: Rows, count: int) -> npt.NDArray[np.int64]:
     """The same as an array.  Raises IndexError unless all lie in [0, count)."""
     numbers = np.asarray(rows, np.int64)
-    if numbers.size and (numbers.min() < 0 or numbers.max() >= count):  # -1 would name the last
+    # -1 would name the last; as unsigned it is past the end, so one look is enough.
+    if numbers.size and numbers.view(np.uint64).max() >= count:
         raise IndexError(f"rows {rows} of {count}")
     return numbers
 

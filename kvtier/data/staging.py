@@ -5,10 +5,12 @@ more.  Nobody waits here.
 """
 
 import threading
-from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from kvtier.data.rows import Rows
 from kvtier.errors import ConfigError
 
 __all__ = ["Slots", "Staging"]
@@ -21,7 +23,7 @@ class Slots:
         self.num_slots = num_slots
         self.frames = torch.zeros((num_slots, frame_bytes), dtype=torch.uint8, device=device)
         """(slots, bytes) uint8."""
-        self._free = list(range(num_slots))
+        self._free = np.arange(num_slots)
         self._lock = threading.Lock()
 
     @property
@@ -29,7 +31,7 @@ class Slots:
         """How many may be taken."""
         return len(self._free)
 
-    def take(self, least: int, most: int) -> list[int] | None:
+    def take(self, least: int, most: int) -> npt.NDArray[np.int64] | None:
         """Between ``least`` and ``most`` slots; None if fewer than ``least`` are free."""
         with self._lock:
             if len(self._free) < least:
@@ -38,9 +40,9 @@ class Slots:
             taken, self._free = self._free[:count], self._free[count:]
             return taken
 
-    def give(self, slots: Sequence[int]) -> None:
+    def give(self, slots: Rows) -> None:
         with self._lock:
-            self._free += slots
+            self._free = np.concatenate((self._free, np.asarray(slots, np.int64)))
             assert len(self._free) <= self.num_slots, "a slot was given back twice"
 
 

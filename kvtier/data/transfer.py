@@ -34,6 +34,7 @@ from kvtier.data.arrivals import Arrival
 from kvtier.data.batches import Sizes, kept_on_host, num_frames
 from kvtier.data.copier import Copier, even_batch
 from kvtier.data.device import DevicePool
+from kvtier.data.disk_watch import DiskWatch
 from kvtier.data.host import HostArena
 from kvtier.data.jobs import Job, Turns, Workers
 from kvtier.data.publishing import Publisher
@@ -43,7 +44,7 @@ from kvtier.data.streams import Lane, streams_for
 from kvtier.errors import CacheClosed
 from kvtier.kernels.pack import warmup
 from kvtier.layouts.base import Layout
-from kvtier.seams import ReadDropped, Store
+from kvtier.seams import DiskHangs, ReadDropped, Store
 from kvtier.types import Tier
 
 __all__ = ["DeviceTransfer"]
@@ -67,6 +68,8 @@ BATCHES = 3
 EARLY_BYTES = 128 << 20
 """A RESTORE of at least this size, 2.4 ms of copying, into pages of a layout without tails ends
 when its records are in host memory and verified, and comes layer by layer from there."""
+LOOK_S = 1.0
+"""So often it is looked, while closing, whether the disk hangs."""
 EXIT_S = 10.0
 """How long the end of the process may wait for a transfer that nobody closed."""
 
@@ -98,6 +101,7 @@ class DeviceTransfer:
         if where.type == "cuda":
             torch.cuda.synchronize(where)  # the pools were zeroed on the current stream
         self._causes: set[tuple[OpKind, str]] = set()
+        self._disk = DiskWatch(config.disk_stall_s)
         self._reads: dict[int, Job] = {}
         """RESTOREs from the store that are under way, by number."""
         self._open_ops = 0
@@ -200,6 +204,7 @@ class DeviceTransfer:
         with self._lock:
             refused = self._closing and threading.current_thread() not in self._threads
             self._open_ops += 1
+        self._disk.started(op)
         if refused:
             job.cut(0, CacheClosed("the cache has been closed"))
             job.end_share()
@@ -223,7 +228,9 @@ class DeviceTransfer:
     def close(self) -> None:
         """Finish what was started, then stop all threads.  Idempotent.
 
-        From a completion callback it only asks for that and returns.
+        From a completion callback it only asks for that and returns.  Raises DiskHangs if the store
+        brings and takes nothing for ``disk_stall_s``: the threads that wait for it are left alone,
+        and so is the memory that it may yet write to.
         """
         with self._lock:
             self._closing = True
@@ -231,7 +238,10 @@ class DeviceTransfer:
             if threading.current_thread() in self._threads:
                 return
         for thread in self._threads:  # they end when the last op has
-            thread.join()
+            while thread.is_alive():
+                if (left := self._disk.patience()) <= 0:
+                    raise DiskHangs(f"the disk has done nothing for {self._disk.stall_s:g} s")
+                thread.join(min(left, LOOK_S))
         atexit.unregister(self._at_exit)
         for reader in self._readers:
             reader.close()
@@ -352,6 +362,7 @@ class DeviceTransfer:
                 self._await_readers(batch)
                 places, good = reader.read(batch)
                 job.heard = time.monotonic()
+                self._disk.heard()
                 if good < len(batch):
                     job.cut(start + good)
                     self._say(job.op, start + good, "missing or damaged record")
@@ -413,6 +424,7 @@ class DeviceTransfer:
 
     def _op_ended(self, job: Job) -> None:
         self._reads.pop(job.op.id, None)
+        self._disk.ended(job.op)
         if job.staged:
             self._staging.dismiss(job.staged)
         with self._lock:

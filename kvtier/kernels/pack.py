@@ -356,5 +356,6 @@ def _check_records(sections: Sections, records: torch.Tensor) -> None:
 
 def _within(numbers: Ints, count: int) -> bool:
     if isinstance(numbers, np.ndarray):
-        return not numbers.size or (int(numbers.min()) >= 0 and int(numbers.max()) < count)
+        # What is negative is past the end as unsigned, so one look is enough.
+        return not numbers.size or int(numbers.view(np.uint64).max()) < count
     return not numbers or (min(numbers) >= 0 and max(numbers) < count)

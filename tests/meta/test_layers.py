@@ -19,6 +19,7 @@ LAYERS = [
     {"arguments", "device_step", "seams", "sizing", "speeds", "trace"},
     {"kernels", "stores"},
     {"data", "deadlines"},
+    {"watching"},
     {"pump", "step", "metrics"},
     {"flushing", "lease"},
     {"assembly", "stepping"},

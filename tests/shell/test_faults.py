@@ -1,6 +1,7 @@
 """Parts that break: a transfer whose calls raise, a core with a bug.  Nothing leaks or hangs."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import kvtier
 from kvtier.assembly import geometry_of
 from kvtier.data.transfer import DeviceTransfer
+from kvtier.seams import DiskHangs
 from kvtier.testing import ManualTransfer, MemoryStore
 from kvtier.tokens import pack
 from kvtier.types import Tier
@@ -353,3 +355,119 @@ def test_a_disk_that_hangs_costs_what_it_was_to_keep(monkeypatch: pytest.MonkeyP
         cache.flush().result(timeout=60)
         assert len(store.keys()) == 8 * 4
         cache.check()
+
+
+class Hanging(ManualTransfer):
+    """Ends what has nothing to do with the disk, and tells that this hangs."""
+
+    def close(self) -> None:
+        for op in list(self.pending):
+            if op.kind is kvtier.OpKind.PACK:
+                self.finish(op)
+        self.closed = True
+        raise DiskHangs("the disk has done nothing for 30 s")
+
+
+class Watched(MemoryStore):
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
+def test_close_does_not_wait_for_a_disk_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    """Everything that waits is told, and a store that is in use stays open."""
+    transfer, store = Hanging(), Watched()
+    cache = kvtier.Cache(LAYOUT, config(), model="m", transfer=transfer, stores={Tier.DISK: store})
+    fill(cache, prompt(9))
+    transfer.finish_all()
+    cache.evict(Tier.GPU, 9)
+    cache.evict(Tier.CPU, 9)
+    lease = cache.lease(prompt(9))
+    ready = lease.ready
+    prefetch = cache.prefetch(prompt(9))
+    fill(cache, prompt(9, 1))
+    flushed = cache.flush()
+    with pytest.raises(kvtier.LeaseError, match="1 open leases"):
+        cache.close()
+    assert cache.closed
+    assert not store.closed
+    assert "done nothing for 30 s: the cache was closed without waiting" in caplog.text
+    assert ready.result(0) == 0
+    assert prefetch.result(0) == 0
+    with pytest.raises(kvtier.CacheClosed):
+        flushed.result(0)
+    for op in list(transfer.pending):  # it moves again, for nobody
+        transfer.finish(op)
+    cache.close()
+
+
+@pytest.mark.parametrize("what", ["put_group", "read_into"])
+@pytest.mark.parametrize("drain", [True, False])
+def test_close_over_threads_that_hang_in_the_store(
+    what: str, drain: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on, began = threading.Event(), threading.Event()
+    store = Watched()
+    parts = config(disk_stall_s=1.5)
+    transfer = DeviceTransfer(
+        LAYOUT, geometry_of(LAYOUT, parts, store), device="cpu", store=store, config=parts
+    )
+    stores = {Tier.DISK: store}
+    cache = kvtier.Cache(LAYOUT, parts, model="m", transfer=transfer, stores=stores)
+    fill(cache, prompt(9))
+    cache.flush().result(timeout=60)
+    for tier in (Tier.GPU, Tier.CPU):
+        cache.evict(tier, 9)
+    call = getattr(store, what)
+
+    def hang(*args: Any) -> Any:
+        began.set()
+        assert goes_on.wait(60)
+        return call(*args)
+
+    monkeypatch.setattr(store, what, hang)
+    if what == "put_group":
+        fill(cache, prompt(9, 1))
+        ended: Future[Any] = cache.flush()
+    else:
+        ended = cache.prefetch(prompt(9))
+    assert began.wait(60)
+    try:
+        cache.close(drain=drain)
+        assert ended.done()
+        assert not store.closed
+        assert "closed without waiting" in caplog.text
+        assert any(thread.is_alive() for thread in transfer._threads)
+    finally:
+        goes_on.set()
+    for thread in transfer._threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_close_waits_for_a_disk_that_is_only_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group takes less than a disk may be still; all of them take longer."""
+    store = Watched()
+    parts = config(gpu=64, cpu=64, disk_stall_s=2.0)
+    transfer = DeviceTransfer(
+        LAYOUT, geometry_of(LAYOUT, parts, store), device="cpu", store=store, config=parts
+    )
+    stores = {Tier.DISK: store}
+    cache = kvtier.Cache(LAYOUT, parts, model="m", transfer=transfer, stores=stores)
+    put_group = store.put_group
+
+    def slowly(records: Any) -> None:
+        time.sleep(0.7)
+        put_group(records)
+
+    monkeypatch.setattr(store, "put_group", slowly)
+    monkeypatch.setattr("kvtier.data.publishing.PUBLISH_BYTES", 1)  # none goes with another
+    for seed in range(4):
+        fill(cache, prompt(5, seed))
+    start = time.monotonic()
+    cache.close()
+    assert time.monotonic() - start > 2.0
+    assert store.closed
+    assert len(store.keys()) == 4

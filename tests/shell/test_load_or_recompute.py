@@ -51,6 +51,7 @@ class World:
         self.alarm = inf
         self.speed = speed
         self.layout = layout
+        self.writes_hang = False
         self.transfer = ManualTransfer()
         self.transfer.heard_of = self.heard_of  # type: ignore[attr-defined]
         self.disk_done: dict[int, float] = {}
@@ -92,7 +93,8 @@ class World:
         if op.id not in self.disk_done:
             disk, host = self.frames(op, Tier.DISK), self.frames(op, Tier.CPU)
             if op.kind is not OpKind.RESTORE:
-                self.disk_done[op.id] = self.now
+                hangs = self.writes_hang and op.kind in (OpKind.STORE, OpKind.DROP)
+                self.disk_done[op.id] = inf if hangs else self.now
             elif disk:
                 self.disk_free = at = self._served(max(self.now, self.disk_free), disk)
                 self.disk_done[op.id] = at
@@ -179,7 +181,7 @@ class World:
 def world(layout: Layout = LAYOUT, speed: Speed = lambda now: inf) -> Iterator[World]:
     made = World(layout, speed)
     yield made
-    made.speed = lambda now: inf
+    made.speed, made.writes_hang = lambda now: inf, False
     for op in list(made.transfer.pending):
         made.disk_done.pop(op.id, None)
     made.disk_free = made.now
@@ -640,6 +642,59 @@ def test_a_prefetch_ends_where_the_disk_hangs(name: str) -> None:
         assert w.now - start == pytest.approx(STALL, abs=0.5)
         assert w.cache.stats().tiers[Tier.DISK].faults == 1
         w.cache.check()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("asked", ["before", "after", "long after"])
+def test_a_flush_waits_for_a_hanging_disk_only_so_long(name: str, asked: str) -> None:
+    """The host has it all, and whoever asks next is told at once, until the disk moves again."""
+    with world(LAYOUTS[name]) as w:
+        w.writes_hang = True
+        start, lease, tokens = w.now, w.cache.lease(prompt_of(12)), prompt_of(12)
+        w.compute(lease, tokens[: 6 * PAGE])
+        if asked == "before":
+            flushed = w.cache.flush()
+        w.compute(lease, tokens)
+        began = w.now
+        w.pass_time(w.now + {"before": 0, "after": 10, "long after": 100}[asked])
+        if asked != "before":
+            flushed = w.cache.flush()
+        while not flushed.done():
+            assert w.next_event() < began + 1000, "the flush waits for ever"
+            w.pass_time(w.next_event())
+        with pytest.raises(kvtier.StoreError, match="hangs"):
+            flushed.result(0)
+        if asked == "long after":
+            assert w.now == began + 100
+        else:
+            assert start + STALL <= w.now <= began + STALL + 0.5
+        assert w.cache.flush(to=Tier.CPU).result(0) is None
+        lease.release()
+        w.writes_hang = False
+        for op in list(w.transfer.pending):
+            w.disk_done.pop(op.id, None)
+        w.idle()
+        assert w.cache.flush().result(0) is None
+        assert w.cache.match(tokens).tokens == 12 * PAGE
+
+
+def test_a_flush_waits_for_a_disk_that_moves() -> None:
+    """Group after group, for longer than it may be still."""
+    with world() as w:
+        w.writes_hang = True
+        lease, tokens = w.cache.lease(prompt_of(40)), prompt_of(40)
+        w.compute(lease, tokens)
+        lease.release()
+        w.pass_time(w.now)
+        flushed = w.cache.flush()
+        stores = [op for op in w.transfer.pending if op.kind is OpKind.STORE]
+        assert len(stores) > 2
+        for op in stores:
+            w.pass_time(w.now + 0.9 * STALL)
+            assert not flushed.done()
+            w.transfer.finish(op)
+        w.pass_time(w.now)
+        assert flushed.result(0) is None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
