@@ -89,6 +89,16 @@ def tiny_model(
     return model.to(dtype)
 
 
+def as_subclasses(model: Any) -> None:
+    """Make each layer's attention one of a class of somebody else's that adds nothing."""
+
+    class Mine(type(model.model.layers[0].self_attn)):  # type: ignore[misc]
+        pass
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Mine
+
+
 @torch.no_grad()
 def full_logits(model: Any, tokens: list[int]) -> Tensor:
     """(tokens, vocab) of one pass over the whole sequence, without any cache."""

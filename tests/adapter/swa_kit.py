@@ -3,7 +3,7 @@
 The oracle is HF's own eager pass with another mask in these layers: dense, additive, in float32.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache as memo
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtier import Cache, Lease
-from kvtier_deepseek import Adapter, layout_for
+from kvtier import Cache, Lease, Tier
+from kvtier_deepseek import Adapter, attach, layout_for
 from kvtier_deepseek.mla.config import window_layers
 from tests.adapter.models import random_tokens, tiny_model
 from tests.device.byte_model import DeviceModel, sized
@@ -122,6 +122,56 @@ def cut(length: int, chunk: int, start: int = 0) -> list[int]:
     return [min(chunk, length - at) for at in range(start, length, chunk)]
 
 
+def resume(
+    cache: Cache,
+    adapter: Adapter,
+    tokens: list[int],
+    start: int,
+    chunk: int,
+    want: Tensor,
+    atol: float = LOGITS,
+) -> Lease:
+    """A lease that takes just ``start`` tokens from the cache; the rest is as if computed anew.
+    ``want``: logits of all tokens."""
+    lease = cache.lease(tokens, max_reuse=start)
+    assert lease.ready.result(timeout=30) == start
+    poison_free(cache)
+    got = run(cache, adapter, lease, tokens, cut(len(tokens), chunk, start))
+    near(got, want[start:], atol)
+    return lease
+
+
+def every_boundary_of_every_tier(
+    model: Any,
+    opened: Callable[[], Cache],
+    tokens: list[int],
+    want: Tensor,
+    atol: float = LOGITS,
+) -> None:
+    """Resume at each page end of ``tokens``, in chunks of several sizes: from the device, from the
+    host, and from the disk of a cache opened anew (``opened`` does so, on the same one)."""
+
+    def check(cache: Cache, adapter: Adapter, tier: Tier) -> None:
+        for i, start in enumerate(range(PAGE, len(tokens), PAGE)):
+            if tier is not Tier.GPU:
+                cache.evict(Tier.GPU, 1 << 20)
+            if tier is Tier.DISK:
+                cache.evict(Tier.CPU, 1 << 20)
+            chunk = (1, 7, PAGE)[i % 3]
+            with resume(cache, adapter, tokens, start, chunk, want, atol) as lease:
+                assert lease.restored[tier] == start
+            cache.flush().result(timeout=30)
+        cache.check()
+
+    with opened() as cache, attach(model, cache) as adapter:
+        resume(cache, adapter, tokens, 0, 13, want, atol).release()
+        cache.flush().result(timeout=30)
+        check(cache, adapter, Tier.GPU)
+        check(cache, adapter, Tier.CPU)
+    with opened() as cache, attach(model, cache) as adapter:
+        check(cache, adapter, Tier.DISK)
+
+
 def any_course(
     cache: Cache,
     adapter: Adapter,
@@ -168,12 +218,14 @@ __all__ = [
     "PAGE",
     "any_course",
     "cut",
+    "every_boundary_of_every_tier",
     "expected",
     "feed",
     "near",
     "open_cache",
     "poison_free",
     "random_tokens",
+    "resume",
     "run",
     "swa_model",
 ]

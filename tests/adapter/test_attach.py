@@ -17,7 +17,7 @@ from kvtier import ConfigError, KVTierError, LayoutMismatch
 from kvtier.layouts import mla
 from kvtier_deepseek import UnsupportedModel, attach, backends, layout_for
 from tests.adapter.fake_step import FakeCache, FakeSequence
-from tests.adapter.models import full_logits, random_tokens, tiny_model
+from tests.adapter.models import as_subclasses, full_logits, random_tokens, tiny_model
 
 LOGITS = 5e-6
 TOKENS = random_tokens(9)
@@ -260,12 +260,7 @@ class TestAttach:
 
     def test_a_subclass_defined_elsewhere_uses_its_bases_rope(self) -> None:
         model = tiny_model("v2")
-
-        class Mine(type(attention(model))):  # type: ignore[misc]
-            pass
-
-        for layer in model.model.layers:
-            layer.self_attn.__class__ = Mine
+        as_subclasses(model)
         cache = cache_for(model)
         with attach(model, cache) as adapter:
             got = prefill_and_decode(model, adapter, cache, TOKENS)

@@ -4,6 +4,7 @@ A hit resumes only where a checkpoint holds the rows that the next token's windo
 """
 
 from functools import cache as memo
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtier import Cache, LayoutMismatch, Lease, OutOfPages, Sparse, Tier
+from kvtier import Cache, LayoutMismatch, OutOfPages, Sparse, Tier
 from kvtier.kernels import PagedBatch, window_slots
-from kvtier_deepseek import Adapter, attach
+from kvtier_deepseek import attach
 from kvtier_deepseek.metadata import validate_tail_step
 from tests.adapter.models import random_tokens
 from tests.adapter.swa_kit import (
     PAGE,
     cut,
+    every_boundary_of_every_tier,
     expected,
     feed,
     near,
     open_cache,
     poison_free,
+    resume,
     run,
     swa_model,
 )
@@ -32,17 +35,6 @@ from tests.adapter.test_v4_metadata import copied
 from tests.device.byte_model import DeviceModel
 
 LENGTH = 45
-BOUNDARIES = range(PAGE, LENGTH, PAGE)
-
-
-def resume(cache: Cache, adapter: Adapter, tokens: list[int], start: int, chunk: int) -> Lease:
-    """A lease that takes just ``start`` tokens from the cache; the rest is as if computed anew."""
-    lease = cache.lease(tokens, max_reuse=start)
-    assert lease.ready.result(timeout=30) == start
-    poison_free(cache)
-    got = run(cache, adapter, lease, tokens, cut(len(tokens), chunk, start))
-    near(got, wanted(adapter._model.config.sliding_window, tuple(tokens))[start:])
-    return lease
 
 
 @memo
@@ -54,37 +46,19 @@ def wanted(window: int, tokens: tuple[int, ...]) -> Tensor:
 def test_resume_from_every_boundary_of_every_tier(window: int, tmp_path: Path) -> None:
     """B5, D3: any window; near the start of a sequence it is longer than what there is."""
     model, tokens = swa_model(window), random_tokens(LENGTH)
-
-    def check(cache: Cache, adapter: Adapter, tier: Tier) -> None:
-        for i, start in enumerate(BOUNDARIES):
-            if tier is not Tier.GPU:
-                cache.evict(Tier.GPU, 1 << 20)
-            if tier is Tier.DISK:
-                cache.evict(Tier.CPU, 1 << 20)
-            with resume(cache, adapter, tokens, start, (1, 7, PAGE)[i % 3]) as lease:
-                assert lease.restored[tier] == start
-            cache.flush().result(timeout=30)
-
-    sizes: dict[str, Any] = {"gpu": 60, "cpu": 150}
-    with open_cache(model, tmp_path, **sizes) as cache, attach(model, cache) as adapter:
-        resume(cache, adapter, tokens, 0, 13).release()
-        cache.flush().result(timeout=30)
-        check(cache, adapter, Tier.GPU)
-        check(cache, adapter, Tier.CPU)
-        cache.check()
-    with open_cache(model, tmp_path, **sizes) as cache, attach(model, cache) as adapter:
-        check(cache, adapter, Tier.DISK)
-        cache.check()
+    opened = partial(open_cache, model, tmp_path, gpu=60, cpu=150)
+    every_boundary_of_every_tier(model, opened, tokens, wanted(window, tuple(tokens)))
 
 
 @pytest.mark.parametrize("window", [1, 6, 20])
 def test_resume_after_decoding(window: int) -> None:
     """A conversation goes on from the last page end of its answer."""
     model, tokens = swa_model(window), random_tokens(60)
+    want = expected(model, tokens)
     with open_cache(model, cpu=60) as cache, attach(model, cache) as adapter:
-        with resume(cache, adapter, tokens[:20], 0, 20) as lease:
-            near(run(cache, adapter, lease, tokens[:41], [1] * 21), expected(model, tokens)[20:41])
-        with resume(cache, adapter, tokens, 40, 11) as lease:
+        with resume(cache, adapter, tokens[:20], 0, 20, want[:20]) as lease:
+            near(run(cache, adapter, lease, tokens[:41], [1] * 21), want[20:41])
+        with resume(cache, adapter, tokens, 40, 11, want) as lease:
             assert lease.restored[Tier.GPU] == 40
 
 
@@ -96,7 +70,7 @@ def test_without_a_checkpoint_there_is_no_hit() -> None:
         open_cache(model, cpu=60, checkpoints=policy) as cache,
         attach(model, cache) as adapter,
     ):
-        resume(cache, adapter, tokens, 0, LENGTH).release()
+        resume(cache, adapter, tokens, 0, LENGTH, wanted(6, tuple(tokens))).release()
         cache.flush().result(timeout=30)
         found = cache.match(tokens)
         assert (found.tokens, found.history_tokens) == (40, 40)
@@ -262,9 +236,8 @@ def test_checkpoints_copied_behind_a_step(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.undo()
         for lease in leases:
             lease.release()
-        for tokens, start in ((streams[0], 40), (streams[0], 24), (streams[1], 32)):
-            with resume(cache, adapter, tokens, start, 5):
-                pass
+        for i, start in ((0, 40), (0, 24), (1, 32)):
+            resume(cache, adapter, streams[i], start, 5, wants[i]).release()
 
 
 def test_what_a_captured_step_would_run() -> None:

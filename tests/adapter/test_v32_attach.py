@@ -13,7 +13,7 @@ from torch import nn
 from kvtier import ConfigError, KVTierError, LayoutMismatch
 from kvtier.layouts import mla, mla_indexed
 from kvtier_deepseek import UnsupportedModel, attach, backends, layout_for
-from tests.adapter.models import full_logits, random_tokens, tiny_model
+from tests.adapter.models import as_subclasses, full_logits, random_tokens, tiny_model
 from tests.adapter.swa_kit import feed, near, run
 from tests.adapter.test_memory import Largest
 from tests.adapter.test_v4_attach import Held
@@ -226,12 +226,7 @@ class TestStructure:
 
     def test_a_subclass_defined_elsewhere(self) -> None:
         model = new_model()
-
-        class Mine(type(attention(model, 0))):  # type: ignore[misc]
-            pass
-
-        for layer in model.model.layers:
-            layer.self_attn.__class__ = Mine
+        as_subclasses(model)
         try_attach(model)
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from functools import cache as memo
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtier import Cache, Lease, Tier
+from kvtier import Cache, Tier
 from kvtier.kernels import RECORDS, write_records
 from kvtier.layouts import mla_indexed
-from kvtier_deepseek import Adapter, NGram, attach, speculate
+from kvtier_deepseek import NGram, attach, speculate
 from tests.adapter.drafts_kit import Forced
 from tests.adapter.models import full_logits, hf_greedy, random_tokens
-from tests.adapter.swa_kit import PAGE, cut, feed, near, poison_free, run
+from tests.adapter.swa_kit import (
+    cut,
+    every_boundary_of_every_tier,
+    feed,
+    near,
+    poison_free,
+    run,
+)
 from tests.adapter.test_swa_parity import rounded_latent
 from tests.adapter.v32_kit import LOGITS, PACKED, new_model, open_cache, v32_model
 from tests.device.byte_model import DeviceModel, prompt, sized
 
 TOPK = 8
 LENGTH = 45
-BOUNDARIES = range(PAGE, LENGTH, PAGE)
 
 
 @memo
@@ -30,39 +37,10 @@ def wanted(tokens: tuple[int, ...]) -> Tensor:
     return full_logits(v32_model(index_topk=TOPK), [*tokens])
 
 
-def resume(cache: Cache, adapter: Adapter, tokens: list[int], start: int, chunk: int) -> Lease:
-    """A lease that takes just ``start`` tokens from the cache; the rest is as if computed anew."""
-    lease = cache.lease(tokens, max_reuse=start)
-    assert lease.ready.result(timeout=30) == start
-    poison_free(cache)
-    got = run(cache, adapter, lease, tokens, cut(len(tokens), chunk, start))
-    near(got, wanted(tuple(tokens))[start:], LOGITS)
-    return lease
-
-
 def test_resume_from_every_boundary_of_every_tier(tmp_path: Path) -> None:
     model, tokens = v32_model(index_topk=TOPK), random_tokens(LENGTH)
-
-    def check(cache: Cache, adapter: Adapter, tier: Tier) -> None:
-        for i, start in enumerate(BOUNDARIES):
-            if tier is not Tier.GPU:
-                cache.evict(Tier.GPU, 1 << 20)
-            if tier is Tier.DISK:
-                cache.evict(Tier.CPU, 1 << 20)
-            with resume(cache, adapter, tokens, start, (1, 7, PAGE)[i % 3]) as lease:
-                assert lease.restored[tier] == start
-            cache.flush().result(timeout=30)
-
-    sizes: dict[str, Any] = {"gpu": 60, "cpu": 150}
-    with open_cache(model, tmp_path, **sizes) as cache, attach(model, cache) as adapter:
-        resume(cache, adapter, tokens, 0, 13).release()
-        cache.flush().result(timeout=30)
-        check(cache, adapter, Tier.GPU)
-        check(cache, adapter, Tier.CPU)
-        cache.check()
-    with open_cache(model, tmp_path, **sizes) as cache, attach(model, cache) as adapter:
-        check(cache, adapter, Tier.DISK)
-        cache.check()
+    opened = partial(open_cache, model, tmp_path, gpu=60, cpu=150)
+    every_boundary_of_every_tier(model, opened, tokens, wanted(tuple(tokens)), LOGITS)
 
 
 def test_tiny_pools(tmp_path: Path) -> None:

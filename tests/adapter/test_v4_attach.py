@@ -13,7 +13,7 @@ from kvtier import Cache, ConfigError, KVTierError, LayoutMismatch, TokenError
 from kvtier.layouts import mla, swa_c4_c128
 from kvtier_deepseek import UnsupportedModel, attach, backends, layout_for
 from tests.adapter.fake_step import FakeCache, FakeSequence
-from tests.adapter.models import full_logits, tiny_model
+from tests.adapter.models import as_subclasses, full_logits, tiny_model
 from tests.adapter.test_v4_parity import USED
 from tests.adapter.v4_kit import (
     expected,
@@ -250,12 +250,7 @@ class TestStructure:
 
     def test_a_subclass_defined_elsewhere(self) -> None:
         model = small()
-
-        class Mine(type(attention(model, 0))):  # type: ignore[misc]
-            pass
-
-        for layer in model.model.layers:
-            layer.self_attn.__class__ = Mine
+        as_subclasses(model)
         try_attach(model)
 
 
