@@ -18,17 +18,20 @@ ROOT = Path(__file__).parents[2]
     "kind",
     [
         "v3",
-        "v4",
+        "v4 rivals",
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("swa", "swa-plain", "v32", "v32-plain", "v4-plain")
+            for kind in (
+                *("v4", "swa", "swa-plain", "v32", "v32-plain", "v4-plain"),
+                *("swa rivals", "v32 rivals"),
+            )
         ),
     ],
 )
 def test_steps_ask_for_nothing_that_a_warm_up_has_not(kind: str) -> None:
     path = os.pathsep.join((str(ROOT), str(ROOT / "adapters" / "deepseek")))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.device.compile_counter", kind],
+        [sys.executable, "-m", "tests.device.compile_counter", *kind.split()],
         capture_output=True,
         text=True,
         check=False,
@@ -43,3 +46,6 @@ def test_steps_ask_for_nothing_that_a_warm_up_has_not(kind: str) -> None:
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["warm"] >= 5
     assert told["later"] == []
+    attention = {"v4 rivals": "sparse_attend", "v32 rivals": "mla_sparse"}.get(kind)
+    if attention:
+        assert told["used"][attention] == ["gluon", "triton"]

@@ -47,6 +47,8 @@ NAME = "swa_c4_c128"
 FORMATS = {"fp8": "v4_fp8", "fp32": "dense"}
 INDEX_FORMATS = {"fp8": "index_fp8", "mxfp4": "index_mxfp4", "fp32": "dense"}
 INDEX = "c4_index"
+SIZES = sorted({size for n in range(9) for size in (1 << n, (1 << n) + 1, 3 << n)})
+"""Queries of a call, between which kernels cut lists into other numbers of parts."""
 
 
 @final
@@ -109,7 +111,8 @@ class V4Family:
                 layer.capture(device.layer(layer.index), captures, device.state_slots)
 
     def warmup(self) -> None:
-        """One token at the end of a context that there is something to choose from."""
+        """One token at the end of a context that there is something to choose from; and attention
+        of as many queries as kernels cut up in other ways."""
         for layer in {layer.ratio: layer for layer in self._layers}.values():
             m: Any = layer.module
             topk = m.compressor.indexer.index_topk if layer.ratio == 4 else 0
@@ -122,6 +125,27 @@ class V4Family:
                 run = self._run(scratch, ((1,), (scratch.length,)), scratch.captures)
                 run.picked = picked
                 layer(run, hidden, {m.rope_layer_type: (turns, turns)})
+        self._warm_sizes(self._layers[0])
+
+    def _warm_sizes(self, layer: V4Attention) -> None:
+        """Attention to nothing, by every kernel that may be picked."""
+        m: Any = layer.module
+        window = Scratch(self._layout, m.sinks.device, 1).rows(WINDOW)
+        kernels = [k for k in layer.kernels["sparse_attend"].variants if k.backend != "torch"]
+        for n in [n for n in SIZES if n * self._heads <= 1 << 15] if kernels else ():
+            query = m.q_a_proj.weight.new_zeros(n, self._heads, m.head_dim)
+            shape = n, self._windows.window or 1
+            slots = torch.full(shape, -1, dtype=torch.int32, device=query.device)
+            for kernel in kernels:
+                kernel.run(
+                    query,
+                    window,
+                    slots,
+                    m.sinks,
+                    scale=m.scaling,
+                    record=layer.records[WINDOW],
+                    workspace_bytes=layer.workspace_bytes,
+                )
 
     def _run(self, device: TailDeviceStepLike, lens: RowLens, captures: Captures | None) -> V4Run:
         query_lens, kv_lens = lens
