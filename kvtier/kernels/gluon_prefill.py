@@ -71,7 +71,8 @@ def _meet(
     scale: float,
     results: Results,
 ) -> None:
-    if plan.tile != TILE:
+    # Of scores that a negative scale turns round the largest is another.
+    if plan.tile != TILE or scale <= 0:
         triton_prefill.meet(query, plan, chunk, workspace, dims, scale, results)
         return
     _, tiles = plan.tables(chunk, query.device)

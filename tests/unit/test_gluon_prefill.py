@@ -100,6 +100,11 @@ def test_all_at_once(record: str, seeded: Seeded) -> None:
     check(case, 320)
 
 
+def test_a_workspace_of_less_than_a_block(seeded: Seeded) -> None:
+    seeded(8)
+    check(MlaCase([(70, 200)], dims=DIMS, dtype=torch.bfloat16, page=64, device=DEVICE), 64)
+
+
 def test_queries_in_front_of_a_chunk_keep_what_they_had(seeded: Seeded) -> None:
     """AT-2.4: bit for bit; and one that had found nothing does not take what lay there."""
     seeded(7)
@@ -136,15 +141,16 @@ def test_queries_in_front_of_a_chunk_keep_what_they_had(seeded: Seeded) -> None:
         torch.testing.assert_close(lse[i], score.logsumexp(-1), atol=1e-4, rtol=0)
 
 
-def test_a_tile_of_fewer_queries_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_queries_and_negative_scales_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
-        gluon_prefill.triton_prefill, "meet", lambda *args: asked.append(args[1].tile)
+        gluon_prefill.triton_prefill, "meet", lambda *args: asked.append((args[1].tile, args[5]))
     )
-    for tile in (16, 64):
+    for tile, scale in ((16, 0.1), (64, 0.1), (128, -0.1)):
         plan = PrefillPlan((Chunk((), (), 0, 0),), 64, tile, 0, False)
-        gluon_prefill._meet(*((torch.empty(0), plan, plan.chunks[0]) + (None,) * 4))  # type: ignore[arg-type]
-    assert asked == [16, 64]
+        args: Any = (torch.empty(0), plan, plan.chunks[0], None, DIMS, scale, None)
+        gluon_prefill._meet(*args)
+    assert asked == [(16, 0.1), (64, 0.1), (128, -0.1)]
 
 
 def test_it_compiles_as_it_was_meant_to() -> None:
