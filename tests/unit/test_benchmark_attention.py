@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import bench_attention
 from benchmarks.attention_parts import PARTS, Part, Shape
-from benchmarks.bench_attention import BARE, Timed, measure, write_times
+from benchmarks.bench_attention import BARE, Timed, measure, planned, write_times
 from kvtier.kernels import Case, Load, flashmla, measured
 from tests.unit.flashmla_double import Double
 
@@ -77,6 +77,35 @@ def test_flashmlas_functions_are_called_as_they_want_it(
         theirs = bare()[0].reshape(out.shape)
         assert double.made == made  # its schedule was there
         assert (theirs.float() - out.float()).abs().max() <= 8e-3 * out.float().abs().max()
+
+
+def test_targets_come_first_and_time_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = ("v4", "window")
+    order = [(part.result, shape) for part, shape in planned(parts, quick=False)]
+    targets = [(PARTS[p].result, shape) for p in parts for shape in PARTS[p].targets]
+    assert order[: len(targets)] == targets and len(set(order)) == len(order)
+    assert order[len(targets) :] == [(PARTS[p].result, s) for p in parts for s in PARTS[p].sweep]
+    assert [(p.result, s) for p, s in planned(parts, quick=True)] == targets
+
+    clock = iter(range(100))
+    done = []
+
+    def measured_once(part: Part, shapes: list[Shape], _: None) -> Any:
+        done.append((part.result, *shapes))
+        return [Timed(part, *shapes, {"triton": [float(len(done))]}, {"triton": 0.0})]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_attention, "meta", lambda: ABOUT)
+    monkeypatch.setattr(bench_attention, "measure", measured_once)
+    monkeypatch.setattr(bench_attention.time, "monotonic", lambda: next(clock))
+    found = bench_attention.run(False, parts=parts, json_path=tmp_path / "a.json", seconds=15)
+    assert done == order[:15] and len(found) == 15
+    assert capsys.readouterr().out.count("left out after 15 s") == len(order) - 15
+    # Part by part, whenever each size was measured.
+    assert [r.name for r in found] == sorted((r.name for r in found), reverse=True)
+    assert len(json.loads((tmp_path / "a.json").read_text())["results"]) == 15
 
 
 def test_what_is_wrong_is_seen() -> None:
@@ -176,7 +205,7 @@ def test_what_was_measured_is_written_whatever_comes_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(part: Part, shapes: Any, library: Any) -> Any:
-        assert shapes == part.targets
+        assert shapes == [part.targets[0]]
         yield timed("dense", Shape(1, 16, 64), {BARE: 3.0, "triton": 1.5}, triton=0.0)
         raise KeyboardInterrupt
 
