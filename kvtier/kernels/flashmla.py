@@ -13,8 +13,8 @@ of each query of a call, and as much for each multiprocessor; lists are attended
 a time to keep that within ``workspace_bytes``.
 
 A call launches the library's kernels and one that puts log-sum-exps right; with ``sums=False``,
-for callers that look at outputs alone, nothing else.  Numbers of heads and lists that have to be
-padded cost a copy each.
+for callers that look at outputs alone, nothing else.  Heads and lists that have to be padded, and
+sinks that are not float32, cost a copy each.
 """
 
 import importlib

@@ -93,9 +93,9 @@ class MlaAttention(Projections):
         rows = norm.new_zeros(page_tokens, d.latent + d.rope)
         batch = _scratch_batch(1, page_tokens, norm.device)
         self.kernels["write_rows"].run(rows, batch.cu_seqlens_q[:1].long(), rows[:1].clone())
-        more = [q for q in DOUBLED if d.heads * q < 2 * DOUBLED[-1]]
+        more = [1, *(q for q in DOUBLED if d.heads * q < 2 * DOUBLED[-1])]
         # A kernel may cut a large batch up in another way, and more queries into larger tiles.
-        for sequences, queries in ((1, 1), (MANY, 1), *((1, q) for q in more)):
+        for sequences, queries in ((s, q) for q in more for s in (1, MANY)):
             query = norm.new_zeros(sequences * queries, d.heads, d.latent + d.rope)
             some = _scratch_batch(sequences, page_tokens, norm.device, queries)
             for kernel in self.kernels["mla_absorbed"].variants:
