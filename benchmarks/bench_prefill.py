@@ -190,6 +190,7 @@ def _compile(sizes: Sizes) -> None:
             try:
                 layer = Layer(sizes, [(queries, 4 * sizes.page + queries)], backend)
                 layer(layer.workspace(2 * sizes.page))
+                layer.absorbed()
             except Exception as error:  # noqa: BLE001  told again where it is to be measured
                 print(f"{backend}: {type(error).__name__}: {error}", flush=True)
                 break
@@ -283,7 +284,8 @@ def _by_workspace(
 
 def _prompt(sizes: Sizes, prompt: int) -> Iterator[Result]:
     decode = Decode(sizes, prompt)
-    alone = statistics.median(timed(decode, sizes))
+    decode()  # may compile
+    alone = statistics.median(timed(decode, sizes, warm=True))
     base: tuple[float, float] | None = None
     for piece in (prompt, *(p for p in reversed(sizes.pieces) if p < prompt)):
         steps = prompt // piece
@@ -331,7 +333,8 @@ def _forms(sizes: Sizes, queries: int, context: int) -> Iterator[Result]:
     samples = {"absorbed": layer.absorbed, "materialised": lambda: layer(workspace)}
     base = None
     for form, call in samples.items():
-        took = [1e3 * ms for ms in timed(call, sizes)]
+        call()  # may compile
+        took = [1e3 * ms for ms in timed(call, sizes, warm=True)]
         result = summarise("form_us", took, unit="us", params={**params, "form": form})
         yield result.against(base)
         base = result.median

@@ -34,9 +34,8 @@ __all__ = ["materialised"]
 
 TILE = 128
 """Queries of a program."""
-KEYS, STAGES, TURNS = 128, 2, False
-"""Keys of a block, 64 or 128; blocks in shared memory; whether groups take turns at issuing
-products."""
+KEYS, STAGES = 128, 2
+"""Keys of a block, 64 or 128, and blocks in shared memory."""
 HEADS_AT_ONCE = 16
 """Tiles of so many heads begin by length, before those of other heads: the shorter ones fill up
 what the longer ones leave, and tiles of a head that run together share keys in the L2 cache."""
@@ -102,7 +101,6 @@ def _meet(
         HEADS_AT_ONCE=math.gcd(dims.heads, HEADS_AT_ONCE),
         KEYS=KEYS,
         STAGES=STAGES,
-        TURNS=TURNS,
         num_warps=4,
     )
 
@@ -177,9 +175,9 @@ def _soften(
 @gluon.jit
 def _step(
     i, block, share, shrink, seen, last, scale, top, weight, sofar,
-    q_smem, qr_smem, k_smem, r_smem, v_smem, k_ready, v_ready, k_free, v_free, turn,
-    HALF: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
-    MASKED: gl.constexpr, SCORE: gl.constexpr, SUM: gl.constexpr,
+    q_smem, qr_smem, k_smem, r_smem, v_smem, k_ready, v_ready, k_free, v_free,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    SCORE: gl.constexpr, SUM: gl.constexpr,
 ):  # fmt: skip
     """Scores of block ``i`` in order of fetching, beside the sums of the one before."""
     slot = i % STAGES
@@ -188,12 +186,8 @@ def _step(
     # Nothing may be waited for between two products: the assembler would let them run in turn.
     mbarrier.wait(k_ready.index(slot), (i // STAGES) & 1)
     mbarrier.wait(v_ready.index(was), ((i - 1) // STAGES) & 1)
-    if TURNS:
-        mbarrier.wait(turn.index(HALF), (i - 1 + HALF) & 1)
     score = _score(q_smem, qr_smem, k_smem.index(slot), r_smem.index(slot), KEYS, SCORE)
     sofar = warpgroup_mma(share, v_smem.index(was), sofar, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turn.index(1 - HALF), count=1)
     score = warpgroup_mma_wait(1, deps=[score])
     mbarrier.arrive(k_free.index(slot), count=1)
     soft, top, weight, shrink = _soften(
@@ -208,9 +202,8 @@ def _step(
 @gluon.jit
 def _attend_half(
     query, token_stride, head_stride, at, head, out, lse, carry, carry_lse, scale,
-    q_smem, qr_smem, k_smem, r_smem, v_smem, k_ready, v_ready, k_free, v_free, clean, turn,
+    q_smem, qr_smem, k_smem, r_smem, v_smem, k_ready, v_ready, k_free, v_free, clean,
     HALF: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
 ):  # fmt: skip
     """64 queries of a tile, with one head."""
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -249,12 +242,8 @@ def _attend_half(
         sofar = gl.load(carry + held, mask=inside, other=0.0)
     # The first block, which has none before it.
     mbarrier.wait(k_ready.index(0), 0)
-    if TURNS and HALF == 1:
-        mbarrier.wait(turn.index(1), 0)
     score = _score(q_smem, qr_smem, k_smem.index(0), r_smem.index(0), KEYS, SCORE)
     score = warpgroup_mma_wait(0, deps=[score])
-    if TURNS:
-        mbarrier.arrive(turn.index(1 - HALF), count=1)
     mbarrier.arrive(k_free.index(0), count=1)
     soft, top, weight, shrink = _soften(
         score, blocks - 1, seen, last, scale, top, weight, KEYS, True, SCORE
@@ -271,14 +260,14 @@ def _attend_half(
     for n in range(1, masked):
         share, shrink, top, weight, sofar = _step(
             n, blocks - 1 - n, share, shrink, seen, last, scale, top, weight, sofar,
-            q_smem, qr_smem, k_smem, r_smem, v_smem, k_ready, v_ready, k_free, v_free, turn,
-            HALF, KEYS, STAGES, TURNS, True, SCORE, SUM,
+            q_smem, qr_smem, k_smem, r_smem, v_smem, k_ready, v_ready, k_free, v_free,
+            KEYS, STAGES, True, SCORE, SUM,
         )  # fmt: skip
     for n in range(masked, blocks):
         share, shrink, top, weight, sofar = _step(
             n, blocks - 1 - n, share, shrink, seen, last, scale, top, weight, sofar,
-            q_smem, qr_smem, k_smem, r_smem, v_smem, k_ready, v_ready, k_free, v_free, turn,
-            HALF, KEYS, STAGES, TURNS, False, SCORE, SUM,
+            q_smem, qr_smem, k_smem, r_smem, v_smem, k_ready, v_ready, k_free, v_free,
+            KEYS, STAGES, False, SCORE, SUM,
         )  # fmt: skip
     was = (blocks - 1) % STAGES
     sofar = sofar * gl.convert_layout(shrink, SUM_ROW)[:, None]
@@ -318,7 +307,6 @@ def _clear(values, rows, KEYS: gl.constexpr):
 def _attend(
     query, token_stride, head_stride, latent, up, tiles, out, lse, carry, carry_lse, scale,
     HEADS: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
 ):  # fmt: skip
     """One head of one tile of queries."""
     in_turn = gl.num_programs(0) // HEADS * HEADS_AT_ONCE
@@ -335,7 +323,6 @@ def _attend(
     k_free = _barriers(STAGES, 2)
     v_free = _barriers(STAGES, 2)
     clean = _barriers(1, 1)
-    turn = _barriers(2, 1)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -344,8 +331,8 @@ def _attend(
                 (
                     query, token_stride, head_stride, at, head, out, lse, carry, carry_lse, scale,
                     q_smem.index(0), qr_smem.index(0), k_smem, r_smem, v_smem,
-                    k_ready, v_ready, k_free, v_free, clean.index(0), turn,
-                    0, HEADS, KEYS, STAGES, TURNS,
+                    k_ready, v_ready, k_free, v_free, clean.index(0),
+                    0, HEADS, KEYS, STAGES,
                 ),
             ),
             (
@@ -353,8 +340,8 @@ def _attend(
                 (
                     query, token_stride, head_stride, at, head, out, lse, carry, carry_lse, scale,
                     q_smem.index(1), qr_smem.index(1), k_smem, r_smem, v_smem,
-                    k_ready, v_ready, k_free, v_free, clean.index(0), turn,
-                    1, HEADS, KEYS, STAGES, TURNS,
+                    k_ready, v_ready, k_free, v_free, clean.index(0),
+                    1, HEADS, KEYS, STAGES,
                 ),
             ),
             (

@@ -1,7 +1,7 @@
 """Up to how many new tokens a sequence takes the absorbed form: counted, or measured.
 
 Projecting a sequence's rows up costs the same whatever the number of its queries; the absorbed form
-costs more for each query and row.  Where they meet depends on the kernels and on the device: the
+costs more for each query and row.  Where they meet depends on the kernels and on the device: a
 count of operations is the guess where nothing was measured.
 """
 
@@ -24,21 +24,24 @@ CONTEXT = 8192
 """Rows before them, as far as the workspace holds as many: cost that does not grow with them
 should not decide."""
 REPEATS = 5
+ABSORBED_COST = 1.3
+"""Of an operation of the absorbed form, by one of the others: what took them to the same time on an
+H200, at about 120 queries of DeepSeek-V3."""
 
 
 def absorb_limit(dims: HeadDims) -> int:
-    """The most query tokens for which attending to latent rows costs fewer operations than
-    projecting them up first; about 170 for the released models.
+    """The most query tokens for which attending to latent rows costs less than projecting them up
+    first; 119 for the released models.
 
-    Projecting costs 2 * latent * (nope + value) per row and head, whatever the number of queries;
-    the absorbed form costs more per (query, row) pair.
+    Projecting costs 2 * latent * (nope + value) operations per row and head, whatever the number of
+    queries; the absorbed form costs more per (query, row) pair, of operations that take longer.
     """
     projecting = 2 * dims.latent * (dims.nope + dims.value)
-    absorbed = 2 * (dims.latent + dims.rope) + 2 * dims.latent
+    absorbed = ABSORBED_COST * (2 * (dims.latent + dims.rope) + 2 * dims.latent)
     materialised = 2 * (dims.nope + dims.rope) + 2 * dims.value
     if absorbed <= materialised:
         return 1 << 30
-    return projecting // (absorbed - materialised)
+    return int(projecting / (absorbed - materialised))
 
 
 def measured_limit(attention: MlaAttention, page_tokens: int) -> int:
