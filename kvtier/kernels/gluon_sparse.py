@@ -1,9 +1,11 @@
 """Attention to lists of packed V4 records, for one multiprocessor of an H100 or H200 at a time.
 
-Eight warps share 64 heads of one query and, one after the other, tiles of 64 of its keys.  A tile's
-bytes are fetched into registers while the tile before it is unpacked, and unpacked into one of two
-buffers in shared memory while the tensor cores score the tile before it.  Values of one tile and
-scores of the next are queued together, so that only the softmax has the tensor cores wait.
+Two groups of four warps share 64 heads of one query and, one after the other, tiles of 32 of its
+keys.  Each group has half of every key's values, for scores and for sums: it fetches them, unpacks
+them, scores them, and the two add up their scores through shared memory, so that both have the
+weights, in registers, where the tensor cores take them from.  While one tile is softened the next
+is scored, the one after it unpacked, and the one after that on its way.  Half of a group's share of
+the queries stays in registers, the other half in shared memory.
 
 Unpacking is integer arithmetic and one product: the bits of an e4m3 code, four places further left,
 are those of a bfloat16 that is 2^120 times too small, also where the code has no leading one.  The
@@ -11,8 +13,6 @@ row's scale makes good for it.
 
 Queries that are few have their keys shared out among several programs, by ``triton_sparse``'s plan;
 what these find is joined by a second launch.  A list costs what it has slots in it, up to its last.
-
-Not yet run on a device, only compiled for it and followed on a CPU: taken when asked for by name.
 """
 
 import torch
@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -35,29 +36,23 @@ __all__ = ["HEADS", "KEYS", "sparse_attend"]
 
 HEADS = 64
 """Heads of a program: one tile of the tensor cores' rows."""
-KEYS = 64
+KEYS = gl.constexpr(32)
 """Keys of a tile."""
+STAGES = gl.constexpr(4)
+"""Tiles that shared memory holds: being softened, scored, unpacked, and one that is let go of."""
+REGISTERS = 248
+"""Of a thread: as many as two groups of four warps can have."""
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """By triton 3.9."""
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(134)
 """Exponent of the largest scale, 2^7, that is one bfloat16 together with 2^120."""
-WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
+WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 """(keys, words) of codes: a thread has 16 codes in each 64 of one key, a warp eight keys."""
-PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
+PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 """(keys, words) of bfloat16 pairs: the same values in the same threads.  Eight threads at a time
 write to eight different columns of banks."""
-BOTH = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[8, 0], [0, 1]],
-        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0], [0, 0]],
-        block_bases=[],
-        shape=[64, 2],
-    )
-)
-"""(heads, halves of the keys): rows where the tensor cores have them, and both halves in each."""
 UNPACK = gl.constexpr(
     """{
     .reg .b32 low, high;
@@ -134,7 +129,8 @@ def sparse_attend(
         n * heads,
         heads,
         WHOLE=splits == 1,
-        num_warps=8,
+        num_warps=4,
+        maxnreg=REGISTERS,
     )
     if splits > 1:
         join(parts, part_lse, splits, sink, out, lse)
@@ -161,7 +157,9 @@ def _words_of(storage: Tensor, record: Record) -> tuple[Tensor, int, int, int]:
 def _slots_of(tile, in_window, total, window_slots, num_window, extra_slots, num_extra):
     """Slots of a tile's keys; -1 from tile ``total`` on."""
     first = tile < in_window
-    at = gl.where(first, tile, tile - in_window) * 64 + gl.arange(0, 64, gl.SliceLayout(1, WORDS))
+    at = gl.where(first, tile, tile - in_window) * KEYS + gl.arange(
+        0, KEYS, gl.SliceLayout(1, WORDS)
+    )
     end = gl.where(first, num_window, num_extra)
     there = (at < end) & (tile < total)
     return gl.load(gl.where(first, window_slots, extra_slots) + at, mask=there, other=-1)
@@ -172,9 +170,10 @@ def _fetch(
     slot, tile, in_window,
     window, window_stride, window_shift, window_there,
     extra, extra_stride, extra_shift, extra_there,
+    HALF: gl.constexpr,
 ):  # fmt: skip
-    """A tile's bytes, as words in registers: 64 codes of each key seven times, rope values, scales;
-    and what is added to its scores."""
+    """Half of a tile's bytes, as words in registers: 64 codes of each key three times, as many more
+    or rope values, scales; and what is added to its scores."""
     first = tile < in_window
     seen = (slot >= 0) & (slot < gl.where(first, window_there, extra_there))
     slot = gl.where(seen, slot, 0).to(gl.int32)
@@ -182,33 +181,33 @@ def _fetch(
     page = (slot >> shift).to(gl.int64) * gl.where(first, window_stride, extra_stride)
     row = slot & ((1 << shift) - 1)
     base = gl.where(first, window, extra)
-    scales = (base + (page + (144 << shift) + row * 2)).to(gl.pointer_type(gl.int64))
+    scales = base + (page + (144 << shift) + row * 2 + HALF)
     scales = gl.load(scales, mask=seen, other=0)
-    rows = base + (page + row * 144)
+    rows = base + (page + row * 144 + 64 * HALF)
     there = seen[:, None]
     at = rows[:, None] + gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
     a0 = gl.load(at, mask=there, other=0)
     a1 = gl.load(at + 16, mask=there, other=0)
     a2 = gl.load(at + 32, mask=there, other=0)
-    a3 = gl.load(at + 48, mask=there, other=0)
-    a4 = gl.load(at + 64, mask=there, other=0)
-    a5 = gl.load(at + 80, mask=there, other=0)
-    a6 = gl.load(at + 96, mask=there, other=0)
-    rows = gl.convert_layout(rows, gl.SliceLayout(1, PAIRS), assert_trivial=True)
-    there = gl.convert_layout(seen, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
-    at = rows[:, None] + (112 + gl.arange(0, 32, gl.SliceLayout(0, PAIRS)))[None, :]
-    rope = gl.load(at, mask=there, other=0)
-    return a0, a1, a2, a3, a4, a5, a6, rope, scales, gl.where(seen, 0.0, -float("inf"))
+    if HALF == 0:
+        a3 = gl.load(at + 48, mask=there, other=0)
+    else:
+        rows = gl.convert_layout(rows, gl.SliceLayout(1, PAIRS), assert_trivial=True)
+        there = gl.convert_layout(seen, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
+        at = rows[:, None] + (48 + gl.arange(0, 32, gl.SliceLayout(0, PAIRS)))[None, :]
+        a3 = gl.load(at, mask=there, other=0)
+    return a0, a1, a2, a3, scales, gl.where(seen, 0.0, -float("inf"))
 
 
 @gluon.jit
-def _unpack(a0, a1, a2, a3, a4, a5, a6, rope, scales, hidden, into, bias):
-    """Values of a tile that was fetched, for the tensor cores, and what is added to its scores."""
+def _unpack(a0, a1, a2, a3, scales, hidden, into, bias, HALF: gl.constexpr):
+    """Values of half a tile that was fetched, and what is added to its scores."""
     b0 = _beside(_values(a0, scales, 0), _values(a1, scales, 1))
-    b1 = _beside(_values(a2, scales, 2), _values(a3, scales, 3))
-    b2 = _beside(_values(a4, scales, 4), _values(a5, scales, 5))
-    b3 = _beside(_values(a6, scales, 6), rope)
-    into.store(_beside(_beside(b0, b1), _beside(b2, b3)))
+    if HALF == 0:
+        b1 = _beside(_values(a2, scales, 2), _values(a3, scales, 3))
+    else:
+        b1 = _beside(_values(a2, scales, 2), a3)
+    into.store(_beside(b0, b1))
     bias.store(hidden)
     fence_async_shared()
 
@@ -216,49 +215,27 @@ def _unpack(a0, a1, a2, a3, a4, a5, a6, rope, scales, hidden, into, bias):
 @gluon.jit
 def _values(words, scales, C: gl.constexpr):
     """64 values of each key, as pairs of bfloat16."""
-    exponent = gl.minimum(((scales >> (8 * C)) & 0xFF).to(gl.int32), LARGEST)
+    exponent = gl.minimum((scales >> (8 * C)) & 0xFF, LARGEST)
     factor = ((exponent + 120) << 7) * 0x10001
     factor, words = gl.broadcast(factor[:, None], words)
     low, high = gl.inline_asm_elementwise(
         UNPACK, "=r,=r,r,r", [words, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
-    return gl.join(low, high).reshape([64, 32])
+    return gl.join(low, high).reshape([KEYS, 32])
 
 
 @gluon.jit
-def _as(memory, kind: gl.constexpr, layout: gl.constexpr):
-    """Shared memory as (64, 512) values of another type."""
+def _as(memory, kind: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """Shared memory as values of another type."""
     if RENAMED:
-        return memory.reinterpret(kind, [64, 512], layout)
+        return memory.reinterpret(kind, shape, layout)
     else:  # said for the compiler, which looks at one branch then
-        return memory._reinterpret(kind, [64, 512], layout)
+        return memory._reinterpret(kind, shape, layout)
 
 
 @gluon.jit
 def _beside(a, b):
     return gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
-
-
-@gluon.jit
-def _soften(score, scale, bias, top, weight, share, tops):
-    """Weights of a tile from its scores; the largest score so far, sums of weights, and what older
-    sums shrink by.  ``weight`` has a sum for each thread's keys."""
-    layout: gl.constexpr = score.type.layout
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    score = score * scale + bias.load(gl.SliceLayout(0, layout))[None, :]
-    # Each four warps have the scores of half of the keys.
-    tops.store(gl.max(gl.max(score.reshape([64, 2, 4, 8]), 2), 2))
-    new_top = gl.convert_layout(gl.max(tops.load(BOTH), 1), rows, assert_trivial=True)
-    new_top = gl.maximum(top, new_top)
-    # A row that has seen nothing yet subtracts 0, not -inf.
-    base = gl.where(new_top == -float("inf"), 0.0, new_top)
-    shrink = _exp2(top - base)
-    p = _exp2(score - base[:, None])
-    share.store(p.to(gl.bfloat16))
-    fence_async_shared()
-    of_weight: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, weight.type.layout))
-    less = gl.convert_layout(shrink, of_weight, assert_trivial=True)[:, None, None]
-    return new_top, weight * less + gl.sum(p.reshape([64, 2, 4, 8]), 2), shrink
 
 
 @gluon.jit
@@ -271,31 +248,172 @@ def _exp2(x):
 @gluon.jit
 def _extent(slots, count, there):
     """How much of a list holds all slots that it has."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     end = 0
     base = 0
     while base < count:
-        at = base + gl.arange(0, 1024, layout)
+        at = base + gl.arange(0, 512, layout)
         slot = gl.load(slots + at, mask=at < count, other=-1)
         end = gl.maximum(end, gl.max(gl.where((slot >= 0) & (slot < there), at + 1, 0), 0))
-        base += 1024
+        base += 512
     return end
 
 
 @gluon.jit
-def _write(sofar, share, memory, to, heads):
+def _write(sofar, share, memory, to, heads, HALF: gl.constexpr):
     """Sums times ``share``, by way of shared memory: in pieces of lines."""
     layout: gl.constexpr = sofar.type.layout
     narrow: gl.constexpr = to.dtype.element_ty.primitive_bitwidth == 16
     held: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8 if narrow else 4, [1, 0])
-    lines: gl.constexpr = gl.BlockedLayout([1, 8 if narrow else 4], [1, 32], [8, 1], [1, 0])
-    memory = _as(memory, to.dtype.element_ty, held)
+    lines: gl.constexpr = gl.BlockedLayout([1, 8 if narrow else 4], [1, 32], [4, 1], [1, 0])
+    memory = _as(memory, to.dtype.element_ty, [64, 256], held)
     share = gl.convert_layout(share, gl.SliceLayout(1, layout), assert_trivial=True)
     memory.store((sofar * share[:, None]).to(to.dtype.element_ty))
     head = gl.program_id(1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, lines))
-    column = gl.arange(0, 512, gl.SliceLayout(0, lines))
+    column = HALF * 256 + gl.arange(0, 256, gl.SliceLayout(0, lines))
     at = to + (head * 512)[:, None] + column[None, :]
     gl.store(at, memory.load(lines), mask=(head < heads)[:, None])
+
+
+@gluon.jit
+def _idle():
+    pass
+
+
+@gluon.jit
+def _spread(x):
+    """(heads, keys) scores as (threads, KEYS / 2): what each thread has lies together."""
+    x = x.reshape([4, 2, 8, KEYS // 8, 4, 2]).permute((0, 2, 4, 1, 3, 5))
+    return x.reshape([128, KEYS // 2])
+
+
+@gluon.jit
+def _gather(x, layout: gl.constexpr):
+    """``_spread`` undone."""
+    x = x.reshape([4, 8, 4, 2, KEYS // 8, 2]).permute((0, 3, 1, 4, 2, 5))
+    return gl.convert_layout(x.reshape([64, KEYS]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _score(held, queries, keys, none):
+    """A group's part of a tile's scores, on its way: ``held`` are queries in registers."""
+    first = keys.slice(0, 128, 1).permute((1, 0))
+    second = keys.slice(128, 128, 1).permute((1, 0))
+    score = warpgroup_mma(held, first, none, use_acc=False, is_async=True)
+    return warpgroup_mma(queries, second, score, is_async=True)
+
+
+@gluon.jit
+def _half(
+    query, token_stride, head_stride,
+    window, window_stride, window_shift, window_there,
+    window_slots, num_window,
+    extra, extra_stride, extra_shift, extra_there,
+    extra_slots, num_extra,
+    scale, sink, out, lse, parts, part_lse, rows_a_part, heads,
+    keys, queries, bias, mine_out, other_in, mine_ready, mine_free, other_ready, other_free,
+    WHOLE: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """Half of the values of each key: their part of the scores, and their sums."""
+    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    share_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, score_layout)
+    out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    held_layout: gl.constexpr = gl.DotOperandLayout(0, score_layout, 2)
+    flat: gl.constexpr = gl.BlockedLayout([1, KEYS // 2], [32, 1], [4, 1], [1, 0])
+    token = gl.program_id(0).to(gl.int64)
+    part = gl.program_id(2)
+    step = gl.num_programs(2)
+    lists = (window_slots, num_window, extra_slots, num_extra)
+    pools = (
+        window, window_stride, window_shift, window_there,
+        extra, extra_stride, extra_shift, extra_there,
+    )  # fmt: skip
+    in_window = gl.cdiv(num_window, KEYS)
+    most = in_window + gl.cdiv(num_extra, KEYS)
+
+    slot = _slots_of(part, in_window, most, *lists)
+    slot_1 = _slots_of(part + step, in_window, most, *lists)
+    head = gl.program_id(1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, lines))
+    row = (query + token * token_stride + head.to(gl.int64) * head_stride)[:, None]
+    column = HALF * 256 + 128 + gl.arange(0, 128, gl.SliceLayout(0, lines))[None, :]
+    q = gl.load(row + column, mask=(head < heads)[:, None], other=0.0)
+    tile_0 = _fetch(slot, part, in_window, *pools, HALF)
+    a0, a1, a2, a3, scales, hidden = _fetch(slot_1, part + step, in_window, *pools, HALF)
+    total = in_window + gl.cdiv(_extent(extra_slots, num_extra, extra_there), KEYS)
+    mine = gl.cdiv(gl.maximum(total - part, 0), step)
+    tile = part + 2 * step
+    slot = _slots_of(tile, in_window, total, *lists)
+    queries.store(q)
+    head = gl.program_id(1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, held_layout))
+    row = (query + token * token_stride + head.to(gl.int64) * head_stride)[:, None]
+    column = HALF * 256 + gl.arange(0, 128, gl.SliceLayout(0, held_layout))[None, :]
+    held = gl.load(row + column, mask=(head < heads)[:, None], other=0.0)
+    _unpack(*tile_0, keys.index(0), bias.index(0), HALF)
+
+    none = gl.full([64, KEYS], 0.0, gl.float32, score_layout)
+    here = _as(keys.index(0), gl.bfloat16, [KEYS, 256], wide)
+    score = _score(held, queries, here, none)
+    _unpack(a0, a1, a2, a3, scales, hidden, keys.index(1), bias.index(1), HALF)
+    a0, a1, a2, a3, scales, hidden = _fetch(slot, tile, in_window, *pools, HALF)
+    tile += step
+    slot = _slots_of(tile, in_window, total, *lists)
+    top = gl.full([64], -float("inf"), gl.float32, rows)
+    weight = gl.full([64], 0.0, gl.float32, rows)
+    sofar = gl.full([64, 256], 0.0, gl.float32, out_layout)
+    score = warpgroup_mma_wait(0, deps=[score])
+    for nth in range(mine):
+        turn = nth & 1
+        here = _as(keys.index(nth % STAGES), gl.bfloat16, [KEYS, 256], wide)
+        ahead = _as(keys.index((nth + 1) % STAGES), gl.bfloat16, [KEYS, 256], wide)
+        coming = _score(held, queries, ahead, none)
+        mbarrier.wait(mine_free, turn ^ 1)
+        mine_out.store(gl.convert_layout(_spread(score), flat, assert_trivial=True))
+        mbarrier.arrive(mine_ready, count=1)
+        hidden_here = bias.index(nth % STAGES).load(gl.SliceLayout(0, score_layout))
+        mbarrier.wait(other_ready, turn)
+        score += _gather(other_in.load(flat), score_layout)
+        mbarrier.arrive(other_free, count=1)
+        score = score * scale + hidden_here[None, :]
+        new_top = gl.maximum(top, gl.max(score, 1))
+        # A row that has seen nothing yet subtracts 0, not -inf.
+        base = gl.where(new_top == -float("inf"), 0.0, new_top)
+        shrink = _exp2(top - base)
+        p = _exp2(score - base[:, None])
+        weight = weight * shrink + gl.sum(p, 1)
+        top = new_top
+        share = gl.convert_layout(p.to(gl.bfloat16), share_layout, assert_trivial=True)
+        sofar = sofar * gl.convert_layout(shrink, out_rows, assert_trivial=True)[:, None]
+        sofar = warpgroup_mma(share, here, sofar, is_async=True)
+        _unpack(
+            a0, a1, a2, a3, scales, hidden,
+            keys.index((nth + 2) % STAGES), bias.index((nth + 2) % STAGES), HALF,
+        )  # fmt: skip
+        a0, a1, a2, a3, scales, hidden = _fetch(slot, tile, in_window, *pools, HALF)
+        tile += step
+        slot = _slots_of(tile, in_window, total, *lists)
+        score, sofar = warpgroup_mma_wait(0, deps=[coming, sofar])
+
+    head = gl.program_id(1) * 64 + gl.arange(0, 64, rows)
+    real = head < heads
+    safe = gl.where(weight > 0, weight, 1.0)
+    found = gl.where(weight > 0, (top + gl.log2(safe)) * LN2, -float("inf"))
+    if WHOLE:
+        of_sink = gl.load(sink + head, mask=real, other=0.0).to(gl.float32)
+        mean = 1 / (safe * (1 + gl.exp2((of_sink - found) * LOG2E)))
+        first = token * heads
+        if HALF == 0:
+            gl.store(lse + first + head, found, mask=real)
+        _write(sofar, gl.where(weight > 0, mean, 0.0), keys, out + first * 512, heads, HALF)
+    else:
+        first = part.to(gl.int64) * rows_a_part + token * heads
+        if HALF == 0:
+            gl.store(part_lse + first + head, found, mask=real)
+        if mine > 0:  # what is not written has no weight
+            _write(sofar, 1 / safe, keys, parts + first * 512, heads, HALF)
 
 
 @gluon.jit(
@@ -325,99 +443,56 @@ def _attend(
     """Up to 64 heads of one query against every so manieth tile of its keys."""
     packed: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, score_layout)
-    out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
-    keys = gl.allocate_shared_memory(gl.int32, [2, 64, 256], packed)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [64, 512], wide)
-    share = gl.allocate_shared_memory(gl.bfloat16, [64, 64], wide)
-    tops = gl.allocate_shared_memory(gl.float32, [64, 2], plain)
-    bias = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    passed: gl.constexpr = gl.SwizzledSharedLayout(4, 64 // KEYS, KEYS // 8, [1, 0])
+    left_keys = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, 128], packed)
+    right_keys = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, 128], packed)
+    left_queries = gl.allocate_shared_memory(gl.bfloat16, [64, 128], wide)
+    right_queries = gl.allocate_shared_memory(gl.bfloat16, [64, 128], wide)
+    left_bias = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], line)
+    right_bias = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], line)
+    left_score = gl.allocate_shared_memory(gl.float32, [128, KEYS // 2], passed)
+    right_score = gl.allocate_shared_memory(gl.float32, [128, KEYS // 2], passed)
+    barriers = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(barriers.index(i), count=1)
+    fence_async_shared()
     token = gl.program_id(0).to(gl.int64)
-    part = gl.program_id(2)
-    step = gl.num_programs(2)
     window_slots += token * window_slots_stride
     extra_slots += token * extra_slots_stride
-    lists = (window_slots, num_window, extra_slots, num_extra)
-    pools = (
-        window, window_stride, window_shift, window_there,
-        extra, extra_stride, extra_shift, extra_there,
+    left_ready = barriers.index(0)
+    left_free = barriers.index(1)
+    right_ready = barriers.index(2)
+    right_free = barriers.index(3)
+    gl.warp_specialize(
+        [
+            (
+                _half,
+                (
+                    query, token_stride, head_stride,
+                    window, window_stride, window_shift, window_there,
+                    window_slots, num_window,
+                    extra, extra_stride, extra_shift, extra_there,
+                    extra_slots, num_extra,
+                    scale, sink, out, lse, parts, part_lse, rows_a_part, heads,
+                    left_keys, left_queries, left_bias, left_score, right_score,
+                    left_ready, left_free, right_ready, right_free, WHOLE, 0,
+                ),
+            ),
+            (
+                _half,
+                (
+                    query, token_stride, head_stride,
+                    window, window_stride, window_shift, window_there,
+                    window_slots, num_window,
+                    extra, extra_stride, extra_shift, extra_there,
+                    extra_slots, num_extra,
+                    scale, sink, out, lse, parts, part_lse, rows_a_part, heads,
+                    right_keys, right_queries, right_bias, right_score, left_score,
+                    right_ready, right_free, left_ready, left_free, WHOLE, 1,
+                ),
+            ),
+        ],
+        [4],
+        [248],  # REGISTERS
     )  # fmt: skip
-    in_window = gl.cdiv(num_window, 64)
-    most = in_window + gl.cdiv(num_extra, 64)
-
-    # Everything that the first two tiles need is under way before anything is waited for.
-    slot = _slots_of(part, in_window, most, *lists)
-    slot_1 = _slots_of(part + step, in_window, most, *lists)
-    head = gl.program_id(1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, lines))
-    row = (query + token * token_stride + head.to(gl.int64) * head_stride)[:, None]
-    column = gl.arange(0, 512, gl.SliceLayout(0, lines))[None, :]
-    q = gl.load(row + column, mask=(head < heads)[:, None], other=0.0)
-    tile_0 = _fetch(slot, part, in_window, *pools)
-    a0, a1, a2, a3, a4, a5, a6, rope, scales, hidden = _fetch(
-        slot_1, part + step, in_window, *pools
-    )
-    total = in_window + gl.cdiv(_extent(extra_slots, num_extra, extra_there), 64)
-    mine = gl.cdiv(gl.maximum(total - part, 0), step)
-    tile = part + 2 * step
-    slot = _slots_of(tile, in_window, total, *lists)
-    queries.store(q)
-    _unpack(*tile_0, keys.index(0), bias.index(0))
-
-    none = gl.full([64, 64], 0.0, gl.float32, score_layout)
-    here = _as(keys.index(0), gl.bfloat16, wide)
-    score = warpgroup_mma(queries, here.permute((1, 0)), none, use_acc=False, is_async=True)
-    if mine > 1:
-        _unpack(
-            a0, a1, a2, a3, a4, a5, a6, rope, scales, hidden, keys.index(1), bias.index(1)
-        )  # fmt: skip
-    score = warpgroup_mma_wait(0, deps=[score])
-    top = gl.full([64], -float("inf"), gl.float32, rows)
-    weight = gl.sum(none.reshape([64, 2, 4, 8]), 2)
-    top, weight, shrink = _soften(score, scale, bias.index(0), top, weight, share, tops)
-    sofar = gl.full([64, 512], 0.0, gl.float32, out_layout)
-    a0, a1, a2, a3, a4, a5, a6, rope, scales, hidden = _fetch(slot, tile, in_window, *pools)
-    tile += step
-    slot = _slots_of(tile, in_window, total, *lists)
-    for nth in range(1, mine):
-        two = nth & 1
-        here = _as(keys.index(two), gl.bfloat16, wide)
-        before = _as(keys.index(two ^ 1), gl.bfloat16, wide)
-        sofar = warpgroup_mma(share, before, sofar, is_async=True)
-        score = warpgroup_mma(queries, here.permute((1, 0)), none, use_acc=False, is_async=True)
-        sofar = warpgroup_mma_wait(1, deps=[sofar])
-        _unpack(
-            a0, a1, a2, a3, a4, a5, a6, rope, scales, hidden,
-            keys.index(two ^ 1), bias.index(two ^ 1),
-        )  # fmt: skip
-        a0, a1, a2, a3, a4, a5, a6, rope, scales, hidden = _fetch(slot, tile, in_window, *pools)
-        tile += step
-        slot = _slots_of(tile, in_window, total, *lists)
-        score = warpgroup_mma_wait(0, deps=[score])
-        top, weight, shrink = _soften(score, scale, bias.index(two), top, weight, share, tops)
-        sofar = sofar * gl.convert_layout(shrink, out_rows, assert_trivial=True)[:, None]
-    last = _as(keys.index(gl.maximum(mine - 1, 0) & 1), gl.bfloat16, wide)
-    sofar = warpgroup_mma(share, last, sofar, is_async=True)
-    sofar = warpgroup_mma_wait(0, deps=[sofar])
-
-    head = gl.program_id(1) * 64 + gl.arange(0, 64, rows)
-    real = head < heads
-    weight = gl.convert_layout(gl.sum(gl.sum(weight, 2), 1), rows)
-    safe = gl.where(weight > 0, weight, 1.0)
-    found = gl.where(weight > 0, (top + gl.log2(safe)) * LN2, -float("inf"))
-    if WHOLE:
-        held = gl.load(sink + head, mask=real, other=0.0).to(gl.float32)
-        mean = 1 / (safe * (1 + gl.exp2((held - found) * LOG2E)))
-        first = token * heads
-        gl.store(lse + first + head, found, mask=real)
-        mean = gl.where(weight > 0, mean, 0.0)
-        _write(sofar, mean, keys.index(0), out + first * 512, heads)
-    else:
-        first = part.to(gl.int64) * rows_a_part + token * heads
-        gl.store(part_lse + first + head, found, mask=real)
-        if mine > 0:  # what is not written has no weight
-            _write(sofar, 1 / safe, keys, parts + first * 512, heads)
