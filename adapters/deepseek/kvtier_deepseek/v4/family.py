@@ -1,6 +1,7 @@
 """A V4 model's attention, checked against its configuration and its cache's layout."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast, final
 
@@ -47,6 +48,8 @@ NAME = "swa_c4_c128"
 FORMATS = {"fp8": "v4_fp8", "fp32": "dense"}
 INDEX_FORMATS = {"fp8": "index_fp8", "mxfp4": "index_mxfp4", "fp32": "dense"}
 INDEX = "c4_index"
+FEW = 32
+"""Queries of one sequence that are more than a decode step has."""
 SIZES = sorted({size for n in range(9) for size in (1 << n, (1 << n) + 1, 3 << n)})
 """Queries of a call, between which kernels cut lists into other numbers of parts."""
 
@@ -126,6 +129,35 @@ class V4Family:
                 run.picked = picked
                 layer(run, hidden, {m.rope_layer_type: (turns, turns)})
         self._warm_sizes(self._layers[0])
+        for layer in [layer for layer in self._layers if layer.ratio == 4][:1]:
+            self._warm_index(layer)
+
+    def _warm_index(self, layer: V4Attention) -> None:
+        """Choose for several queries of a sequence, which share what they read of its keys."""
+        m: Any = layer.module
+        indexer, name = m.compressor.indexer, "index_topk"
+        kernels = [k for k in layer.kernels[name].variants if k.backend != "torch"]
+        pages = 4 * indexer.index_topk // self._layout.page_tokens + 1
+        scratch = Scratch(self._layout, m.sinks.device, pages)
+        one = self._run(scratch, ((1,), (scratch.length,)), None).batch
+        batch = replace(one, query_lens=(FEW,), cu_seqlens_q=one.cu_seqlens_q * FEW)
+        record = layer.records[INDEX]
+        shape = FEW, indexer.num_heads, indexer.head_dim
+        query = m.q_a_proj.weight.new_zeros(shape)
+        turns = query.new_zeros(FEW, int(self._layout.meta["rope_dim"]) // 2)
+        weights = query.new_zeros(shape[:2], dtype=torch.float32)
+        query, weights = layer.kernels["index_query"].run(query, weights, turns, turns, record)
+        for kernel in kernels:
+            kernel.run(
+                query,
+                weights,
+                scratch.rows(INDEX),
+                batch,
+                ratio=4,
+                topk=indexer.index_topk,
+                record=record,
+                workspace_bytes=layer.workspace_bytes,
+            )
 
     def _warm_sizes(self, layer: V4Attention) -> None:
         """Attention to nothing, by every kernel that may be picked."""
