@@ -5,7 +5,13 @@ The references in plain torch are public: they say what every other backend must
 
 from kvtier.kernels.case import Case, Load
 from kvtier.kernels.compress import ClosedEntries, compress
-from kvtier.kernels.fused import compress_write, index_query, write_latent, write_normed
+from kvtier.kernels.fused import (
+    LatentRope,
+    compress_write,
+    index_query,
+    write_latent,
+    write_normed,
+)
 from kvtier.kernels.index import index_topk
 from kvtier.kernels.mla import (
     HeadDims,
@@ -51,6 +57,7 @@ __all__ = [
     "ClosedEntries",
     "HeadDims",
     "Kernel",
+    "LatentRope",
     "Load",
     "PagedBatch",
     "PrefillPlan",

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from kvtier.config import parse_bytes
+from kvtier.errors import ConfigError
 from kvtier.kernels.casts import e4m3_values
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.records import Record, read_records
-from kvtier.kernels.slots import closed_entries, entry_slots
+from kvtier.kernels.slots import chosen_slots, closed_entries, entry_slots
 
-__all__ = ["index_topk"]
+__all__ = ["check_topk", "index_topk"]
 
 SPLIT_KEYS = 4096
 """Keys scored at a time, at most: scratch does not grow with the context."""
@@ -29,6 +30,7 @@ def index_topk(
     ratio: int,
     topk: int,
     record: Record,
+    slots: bool = False,
     workspace_bytes: int | str = "512MiB",
 ) -> Tensor:
     """The entries (n, topk) int32 that each query attends to, ascending, -1 behind.
@@ -38,8 +40,13 @@ def index_topk(
     the sum over heads of ``weights * relu(query . key_j)``.  A query at position t sees entries
     below ``(t + 1) // ratio``: all of them where they are at most ``topk``, otherwise those of the
     highest scores, and of equal scores the smaller entries (0 and -0 are equal).  A padding row
-    gets -1 alone.  Raises ValueError where the block table lacks a page that is needed.
+    gets -1 alone.
+
+    With ``slots`` the same as physical slots, in the same order: where each entry lies, as
+    ``c4_slots`` and ``token_slots`` say it.  Raises ConfigError for a ``topk`` below 1, and
+    ValueError where the block table lacks a page that is needed.
     """
+    check_topk(topk)
     n, heads, dim = query.shape
     if query.dtype is torch.uint8:
         query = e4m3_values(query.contiguous())
@@ -62,13 +69,19 @@ def index_topk(
                 if (first + high) // ratio <= topk:  # nothing to choose: no score is needed
                     scores = query.new_zeros(high - low, stop - start, dtype=exact)
                 else:
-                    slots = entry_slots(entries, batch.block_table[b], batch.page_tokens, ratio)
-                    key = read_records(keys, slots, record).to(exact)
+                    at = entry_slots(entries, batch.block_table[b], batch.page_tokens, ratio)
+                    key = read_records(keys, at, record).to(exact)
                     scores = _scores(query[mine].to(exact), weights[mine].to(exact), key)
                 best.take(torch.where(entries < visible, scores, -torch.inf), entries)
             out[mine] = best.ascending(visible)
         begin += q_len
-    return out
+    return chosen_slots(out, batch, None, ratio) if slots else out
+
+
+def check_topk(topk: int) -> None:
+    """Raises ConfigError for a number of entries below 1."""
+    if topk < 1:
+        raise ConfigError(f"{topk=}: at least one entry is chosen")
 
 
 class _Best:

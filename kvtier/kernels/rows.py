@@ -331,14 +331,13 @@ ROWS: tuple[Row, ...] = (
         _V4 | _LATENT,
     ),
     *_pairs("write_normed", _V4_RECORDS, ("write", "write_normed"), fused.write_normed, _V4),
-    # Not measured, and its norms are not the models' own to the last bit.
+    # Rows that come normed are the models' own to the last bit; those normed here may not be.
     *_pairs(
         "write_latent",
         _LATENT_RECORDS,
         ("write", "write_latent"),
         fused.write_latent,
         _LATENT,
-        by_name=True,
     ),
     *_pairs(
         "compress_write", _V4_RECORDS, ("compress", "compress_write"), fused.compress_write, _V4

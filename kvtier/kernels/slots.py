@@ -56,13 +56,13 @@ def c4_slots(entries: Tensor, batch: PagedBatch, sequences: Tensor | None = None
 
     ``sequences`` (n,) are those of ``token_positions``, for callers that have them already.
     """
-    return _chosen_slots(entries, batch, sequences, ratio=4)
+    return chosen_slots(entries, batch, sequences, ratio=4)
 
 
 def token_slots(positions: Tensor, batch: PagedBatch, sequences: Tensor | None = None) -> Tensor:
     """Slots (n, k) int32 of the tokens at ``positions`` (n, k) of each query's own sequence, where
     every token has one; -1 stays -1.  ``sequences`` as for ``c4_slots``."""
-    return _chosen_slots(positions, batch, sequences, ratio=1)
+    return chosen_slots(positions, batch, sequences, ratio=1)
 
 
 def c128_slots(batch: PagedBatch) -> Tensor:
@@ -95,7 +95,7 @@ def token_positions(batch: PagedBatch) -> tuple[Tensor, Tensor]:
     return sequences, tokens + (stops - query - offsets[:-1])[sequences]
 
 
-def _chosen_slots(
+def chosen_slots(
     entries: Tensor, batch: PagedBatch, sequences: Tensor | None, ratio: int
 ) -> Tensor:
     if sequences is None:

@@ -92,7 +92,7 @@ def write_latent(
     rotation: LatentRope,
 ) -> None:
     """``kvtier.kernels.write_latent``, for latents and pairs whose numbers are powers of two, of a
-    type of at most 32 bits.  How long it takes on a GPU has not been measured."""
+    type of at most 32 bits."""
     latent, pairs = check_latent(values, weight, cos, sin, rotation), cos.shape[1]
     if latent & (latent - 1) or pairs & (pairs - 1) or not pairs:
         raise ValueError(f"{latent=} and {pairs=} must be powers of two here")

@@ -5,15 +5,20 @@ chosen is never a matter of the last bits; many are equal.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from kvtier import ConfigError
 from kvtier.kernels import (
     RECORDS,
     PagedBatch,
+    c4_slots,
     index_query,
     index_topk,
     quantise_query,
@@ -69,13 +74,11 @@ def test_against_sorting_every_row(call: Callable[..., Any], record: str, topk: 
     query, weights = torch.randint(-1, 2, (n, 4, 128)).float(), torch.randint(-2, 4, (n, 4)).float()
     moved = batch_of(LENGTHS, page_tokens=PAGE, device=DEVICE if call is on_triton else "cpu")
     place = moved.block_table.device
-    got = call(
-        *(query.to(place), weights.to(place), keys.to(place), moved),
-        ratio=1,
-        topk=topk,
-        record=RECORDS[record],
-    ).cpu()
-    slots = token_slots(got, batch)
+    arguments = (query.to(place), weights.to(place), keys.to(place), moved)
+    options: dict[str, Any] = {"ratio": 1, "topk": topk, "record": RECORDS[record]}
+    got = call(*arguments, **options).cpu()
+    slots = call(*arguments, **options, slots=True).cpu()
+    assert torch.equal(token_slots(got, batch), slots)
     row = 0
     for b, (queries, length) in enumerate(zip(batch.query_lens, batch.kv_lens, strict=True)):
         for at in range(length - queries, length):
@@ -94,6 +97,96 @@ def test_against_sorting_every_row(call: Callable[..., Any], record: str, topk: 
             assert slots[row].tolist() == where + none
             row += 1
     assert row == n
+
+
+@pytest.mark.parametrize("call", [index_topk, on_triton], ids=["torch", "triton"])
+def test_slots_of_entries_of_several_tokens(call: Callable[..., Any]) -> None:
+    """Where all are chosen, where some are, and a page of them that the table lacks."""
+    torch.manual_seed(3)
+    place = DEVICE if call is on_triton else "cpu"
+    batch = batch_of([(2, 130), (1, 60), (1, 0), (1, 1030)], page_tokens=PAGE)
+    keys = torch.randint(-2, 3, ((int(batch.block_table.max()) + 1) * PAGE // 4, 128)).float()
+    query, weights = torch.randint(-1, 2, (5, 4, 128)).float(), torch.ones(5, 4)
+    options: dict[str, Any] = {"ratio": 4, "topk": 20, "record": RECORDS["dense"]}
+    entries = index_topk(query, weights, keys, batch, **options)
+    moved = replace(
+        batch,
+        block_table=batch.block_table.to(place),
+        cu_seqlens_q=batch.cu_seqlens_q.to(place),
+        kv_lens_device=batch.kv_lens_device.to(place),
+    )
+    arguments = (query.to(place), weights.to(place), keys.to(place))
+    got = call(*arguments, moved, **options, slots=True)
+    assert got.dtype == torch.int32 and torch.equal(got.cpu(), c4_slots(entries, batch))
+    moved.block_table[3, 2] = -1
+    if call is index_topk:
+        if place == "cpu":
+            with pytest.raises(ValueError, match="lacks a page"):
+                call(*arguments, moved, **options, slots=True)
+        return
+    # Entries of the page come last; what is told of them is no slot.
+    lacking = call(*arguments, moved, **options, slots=True).cpu()
+    page = range(2 * PAGE // 4, 3 * PAGE // 4)
+    others = call(*arguments, moved, **options).cpu()
+    assert torch.equal(lacking[:4], got[:4].cpu()) and not {*page} & {*others[4].tolist()}
+    every = call(*arguments, moved, **{**options, "topk": 300}, slots=True).cpu()[4]
+    assert every[:257].eq(-1).nonzero().flatten().tolist() == [*page]
+
+
+@pytest.mark.parametrize("call", [index_topk, on_triton], ids=["torch", "triton"])
+@pytest.mark.parametrize("topk", [0, -1])
+def test_fewer_than_one_entry_is_refused(call: Callable[..., Any], topk: int) -> None:
+    query, batch = torch.zeros(1, 4, 128), batch_of([(1, 12)])
+    with pytest.raises(ConfigError, match=f"topk={topk}: at least one"):
+        call(query, query[..., 0], query[0], batch, ratio=1, topk=topk, record=RECORDS["dense"])
+
+
+def test_more_than_a_kernel_chooses_is_refused() -> None:
+    query, batch = torch.zeros(1, 4, 128, device=DEVICE), batch_of([(1, 12)], device=DEVICE)
+    arguments = (query, query[..., 0], query[0], batch)
+    options: dict[str, Any] = {"ratio": 1, "record": RECORDS["dense"]}
+    assert on_triton(*arguments, topk=16384, **options)[0].tolist() == [*range(12)] + [-1] * 16372
+    with pytest.raises(ValueError, match="topk=16385: 16384 entries at most"):
+        on_triton(*arguments, topk=16385, **options)
+
+
+@given(data=st.data())
+@settings(max_examples=50 if GPU else 8, deadline=None)
+def test_any_scores_and_parts(data: st.DataObject) -> None:
+    """The kernel that chooses, against sorting: ties, ends of the range, rows cut again."""
+    triton_select = pytest.importorskip("kvtier.kernels.triton_select")
+    topk, bound = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 300))
+    unseen, highest = triton_select.UNSEEN.value, triton_select.HIGHEST.value
+    pool = data.draw(
+        st.lists(
+            st.integers(unseen, highest) | st.sampled_from([unseen, -1, 0, 1, highest]),
+            min_size=1,
+            max_size=data.draw(st.sampled_from([1, 2, 5, 200])),
+        )
+    )
+    seed, slots = data.draw(st.integers(0, 9)), data.draw(st.booleans())
+    picks = torch.randint(len(pool), (bound,), generator=torch.Generator().manual_seed(seed))
+    values = [pool[i] for i in picks]
+    width = triton_select.row_scores(bound)
+    scores = torch.full((1, width), highest, dtype=torch.int32)  # behind: never chosen
+    scores[0, :bound] = torch.tensor(values, dtype=torch.int32)
+    batch = batch_of([(1, bound)], page_tokens=PAGE)
+    moved = replace(
+        batch,
+        block_table=batch.block_table.to(DEVICE),
+        cu_seqlens_q=batch.cu_seqlens_q.to(DEVICE),
+        kv_lens_device=batch.kv_lens_device.to(DEVICE),
+    )
+    out = torch.full((1, topk), 77, dtype=torch.int32, device=DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_select, "WARPS", {64: 1, 128: 1})
+        patch.setattr(triton_select, "SHARE", 2)
+        triton_select.select_entries(scores.to(DEVICE), moved, 0, topk, out, ratio=1, slots=slots)
+    best = sorted(sorted(range(bound), key=lambda i: (-values[i], i))[:topk])
+    wanted = torch.tensor([best + [-1] * (topk - len(best))], dtype=torch.int32)
+    if slots:
+        wanted = token_slots(wanted, batch)
+    assert torch.equal(out.cpu(), wanted)
 
 
 def test_slots_of_tokens_that_are_named() -> None:

@@ -27,6 +27,7 @@ from kvtier.kernels import (
     triton_compress,
     triton_index,
     triton_query,
+    triton_select,
     triton_write,
     write_normed,
     write_records,
@@ -291,11 +292,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             triton_write.write_normed(storage, slots, values, weight, cos, turn, record, eps=0)
 
 
-@pytest.mark.parametrize("topk", [1, 512, 999])
+@pytest.mark.parametrize("topk", [1, 100, 512, 999])
 def test_ties_go_to_the_smaller_entry_wherever_they_lie(
     topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a block of scores and across them, and across launches of two queries each."""
+    """Within a part of the scores and across parts, once and again, and across launches of two
+    queries each."""
     torch.manual_seed(2)
     n, entries = 3, 1000
     lengths = torch.tensor([4000], dtype=torch.int32)
@@ -310,7 +312,8 @@ def test_ties_go_to_the_smaller_entry_wherever_they_lie(
     weights[1] = 0  # all alike
     options: dict[str, Any] = {"ratio": 4, "topk": topk, "record": RECORDS["index_fp8"]}
     expected = index_topk(query, weights, keys, batch, **options)
-    monkeypatch.setattr(triton_index, "SCORES", 256)
+    monkeypatch.setattr(triton_select, "WARPS", {256: 1, 1024: 4, 2048: 4})
+    monkeypatch.setattr(triton_select, "SHARE", 2)
     on_device = PagedBatch(
         *(batch.query_lens, batch.kv_lens, batch.block_table.to(DEVICE)),
         *(batch.cu_seqlens_q.to(DEVICE), lengths.to(DEVICE), 256),
@@ -318,7 +321,7 @@ def test_ties_go_to_the_smaller_entry_wherever_they_lie(
     got = triton_index.index_topk(
         *(query.to(DEVICE), weights.to(DEVICE), keys.to(DEVICE), on_device),
         **options,
-        workspace_bytes=2 * 4 * entries,
+        workspace_bytes=2 * triton_select.scratch_bytes(entries, topk),
     )
     assert torch.equal(got.cpu(), expected)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvtier.kernels import Kernel, PagedBatch
+from kvtier.kernels import RECORDS, Kernel, PagedBatch
 from kvtier_deepseek.family import Run
 from kvtier_deepseek.mla.projections import Projections
 from kvtier_deepseek.mla.workspace import SharedWorkspace
@@ -63,8 +63,14 @@ class MlaAttention(Projections):
         """Attention output (1, tokens, hidden) for the step's packed tokens."""
         run.check(self.index, hidden)
         rows = run.step.layer(self.index).rows(COMPONENT)
-        q_nope, q_rope, latent = self.project(hidden, embeddings)
-        run.kernel(self, "write_rows")(rows, run.step.slot_mapping[COMPONENT], latent)
+        slots, kernels = run.step.slot_mapping[COMPONENT], partial(run.kernel, self)
+        q_nope, q_rope = self.project_and_write(
+            kernels,
+            lambda values: kernels("write_rows")(rows, slots, values),
+            (rows, slots, RECORDS["dense"]),
+            hidden,
+            embeddings,
+        )
         run.written.append(self.index)
         out = hidden.new_empty(hidden.shape[1], self.dims.heads, self.dims.value)
         weight = self.up_weight(hidden.dtype)
@@ -77,7 +83,6 @@ class MlaAttention(Projections):
                 part = self.attend_absorbed(kernel, group.batch, *queries, rows, weight)
             else:
                 query = torch.cat((q_nope[pick], q_rope[pick]), dim=-1)
-                kernels = partial(run.kernel, self)
                 part = self.attend_materialised(kernels, group.batch, query, rows)
             out[pick] = part
             if reports:
@@ -92,7 +97,15 @@ class MlaAttention(Projections):
         d, norm = self.dims, m.kv_a_layernorm.weight
         rows = norm.new_zeros(page_tokens, d.latent + d.rope)
         batch = _scratch_batch(1, page_tokens, norm.device)
-        self.kernels["write_rows"].run(rows, batch.cu_seqlens_q[:1].long(), rows[:1].clone())
+        slots, row = batch.cu_seqlens_q[:1].long(), rows[:1].clone()
+        self.kernels["write_rows"].run(rows, slots, row)
+        if self.latent_rope is not None:
+            turns = row[:, : d.rope // 2]
+            self.kernels["write_latent"].run(
+                *(rows, slots, row, None, turns, turns, RECORDS["dense"]),
+                eps=0.0,
+                rotation=self.latent_rope,
+            )
         more = [1, *(q for q in DOUBLED if d.heads * q < 2 * DOUBLED[-1])]
         # A kernel may cut a large batch up in another way, and more queries into larger tiles.
         for sequences, queries in ((s, q) for q in more for s in (1, MANY)):

@@ -21,7 +21,7 @@ from kvtier.kernels import (
 from kvtier.layouts import Layout
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.errors import UnsupportedModel
-from kvtier_deepseek.family import load_of
+from kvtier_deepseek.family import load_of, without_reference
 from kvtier_deepseek.fields import DRAFT_STATE, size
 from kvtier_deepseek.metadata import (
     DeviceStepLike,
@@ -89,7 +89,9 @@ class MlaFamily:
         for layer in (*self._full, *(layer.full for layer in self._windowed)):
             if not layer.absorbs:
                 raise ConfigError(f"layer {layer.index}: its kv_b_proj cannot be absorbed")
-        kernels = {name: self._full[0].kernels[name] for name in ("write_rows", "mla_absorbed")}
+        layer = self._full[0]
+        writes = "write_rows" if layer.latent_rope is None else "write_latent"
+        kernels = {name: layer.kernels[name] for name in (writes, "mla_absorbed")}
         for windowed in self._windowed[:1]:
             kernels |= {name: windowed.kernels[name] for name in ("write_window", "mla_sparse")}
         return kernels
@@ -178,7 +180,10 @@ def mla_family(
     if layout.windows:
         record = RECORDS[FORMATS[str(layout.meta["window_record"])]]
         cases |= _window_cases(dims, record, dtype, device.type)
-    kernels = select_all(cases, backend=backend)
+    kernels = without_reference(select_all(cases, backend=backend), "write_latent")
+    turned = None
+    if "write_latent" in kernels and all(rotation == rotations[0] for rotation in rotations):
+        turned = structure.latent_rope(model, rotations[0], dims, dtype)
     max_rows = workspace_rows(
         workspace_bytes,
         dims,
@@ -189,7 +194,7 @@ def mla_family(
     workspace = SharedWorkspace(max_rows, dims, dtype, device)
     left = workspace.beside(workspace_bytes)
     full = [
-        MlaAttention(layer.module, layer.index, rotation, dims, kernels, workspace, left)
+        MlaAttention(layer.module, layer.index, rotation, dims, turned, kernels, workspace, left)
         for layer, rotation in zip(layers, rotations, strict=True)
     ]
     attentions: list[MlaAttention | WindowAttention] = list(full)
@@ -243,6 +248,7 @@ def _cases(dims: HeadDims, dtype: torch.dtype, device: str) -> dict[str, Case]:
     whole = (dims.nope + dims.rope, dims.value)
     sizes = {
         "write_rows": (width,),
+        "write_latent": (width,),
         "mla_absorbed": (width, dims.latent),
         "mla_materialised": whole,
         "mla_materialised_whole": whole,

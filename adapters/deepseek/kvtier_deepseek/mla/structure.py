@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvtier.kernels import HeadDims
+from kvtier.kernels import RECORDS, HeadDims, LatentRope, write_latent
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.mla.config import head_dims
 
 __all__ = [
     "attention_layers",
+    "latent_rope",
     "plain_weight",
     "rope_function",
     "rotate",
@@ -143,6 +144,36 @@ def written_order(model: nn.Module, rotation: Rotation, rope_dim: int) -> str:
     if touched == [0, rope_dim // 2]:
         return "half"
     raise UnsupportedModel(f"the model's rope turns value 0 into values {touched}")
+
+
+def latent_rope(
+    model: nn.Module, rotation: Rotation, dims: HeadDims, dtype: torch.dtype
+) -> LatentRope | None:
+    """The rotation of ``write_latent`` that gives the very bits of the model's own code.
+
+    Tried on random rows of ``dtype`` at some positions, on the model's device.  None: none of them
+    does, or the model turns rows by something other than cosines and sines.
+    """
+    rotary = next((m for n, m in model.named_modules() if n.endswith("rotary_emb")), None)
+    if rotary is None:
+        return None
+    device, n, width = next(model.parameters()).device, 16, dims.latent + dims.rope
+    rows = torch.randn(n, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    with torch.no_grad():
+        embeddings = rotary(rows[None], torch.arange(n, device=device)[None])
+        if isinstance(embeddings, Tensor):
+            return None
+        key = rows[:, dims.latent :].view(1, 1, n, dims.rope)
+        _, turned = rotate(rotation, key, key, embeddings)
+        expected = torch.cat((rows[:, : dims.latent], turned[0, 0]), dim=1)
+        cos, sin = (turns[0, :, : dims.rope // 2] for turns in embeddings)
+        slots, got = torch.arange(n, device=device), torch.empty_like(rows)
+        kinds: tuple[LatentRope, ...] = ("half", "interleaved_to_half")
+        for kind in kinds:
+            write_latent(got, slots, rows, None, cos, sin, RECORDS["dense"], eps=0.0, rotation=kind)
+            if torch.equal(got, expected):
+                return kind
+    return None
 
 
 def plain_weight(linear: nn.Module, shape: tuple[int, int]) -> Tensor | None:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtier.kernels import Kernel, PagedBatch, Record, token_slots
+from kvtier.kernels import Kernel, PagedBatch, Record
 from kvtier_deepseek.family import Run
+from kvtier_deepseek.metadata import LayerRows
 from kvtier_deepseek.mla.listed import attend_listed
 from kvtier_deepseek.mla.projections import Projections
 from kvtier_deepseek.mla.structure import Rotation
@@ -35,8 +36,6 @@ class V32Run(Run):
     """A step, and what is the same in all of its layers."""
 
     batch: PagedBatch
-    sequences: Tensor
-    """(tokens,) Row of the batch that each token is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +54,18 @@ class V32Attention(Projections):
         m: Any = self.module
         view = run.step.layer(self.index)
         query_latent = m.q_a_layernorm(m.q_a_proj(hidden))
-        q_nope, q_rope, latent = self.project(hidden, embeddings, query_latent)
+        q_nope, q_rope = self.project_and_write(
+            partial(run.kernel, self),
+            lambda values: self._write(run, view, LATENT, values),
+            (view.rows(LATENT), run.step.slot_mapping[LATENT], self.records[LATENT]),
+            hidden,
+            embeddings,
+            query_latent,
+        )
         query, key = self.project_index(hidden, embeddings, query_latent)
-        for component, values in ((LATENT, latent), (INDEX, key)):
-            run.kernel(self, f"write_record {component}")(
-                view.rows(component),
-                run.step.slot_mapping[component],
-                values,
-                self.records[component],
-            )
+        self._write(run, view, INDEX, key)
         run.written.append(self.index)
-        slots = self._select(run, hidden, query, view.rows(INDEX))
+        slots = self.select(run, hidden, query, view.rows(INDEX))
         out = attend_listed(
             self,
             partial(run.kernel, self),
@@ -78,6 +78,14 @@ class V32Attention(Projections):
         )
         result: Tensor = m.o_proj(out.flatten(1)[None])
         return result
+
+    def _write(self, run: V32Run, view: LayerRows, component: str, values: Tensor) -> None:
+        run.kernel(self, f"write_record {component}")(
+            view.rows(component),
+            run.step.slot_mapping[component],
+            values,
+            self.records[component],
+        )
 
     def project_index(
         self, hidden: Tensor, embeddings: Any, query_latent: Tensor
@@ -95,7 +103,7 @@ class V32Attention(Projections):
         key = torch.cat((turned_key, key[..., rope:]), dim=-1)
         return query[0], key[0, :, 0]
 
-    def _select(self, run: V32Run, hidden: Tensor, query: Tensor, keys: Tensor) -> Tensor:
+    def select(self, run: V32Run, hidden: Tensor, query: Tensor, keys: Tensor) -> Tensor:
         """Slots (tokens, k) int32 of the rows that the index picks for each query, -1 behind."""
         indexer: Any = self.module.indexer
         project = indexer.weights_proj
@@ -104,7 +112,7 @@ class V32Attention(Projections):
         record = self.records[INDEX]
         unturned = weights.new_empty(len(weights), 0)
         query, weights = run.kernel(self, "index_query")(query, weights, unturned, unturned, record)
-        chosen = run.kernel(self, "index_topk")(
+        slots: Tensor = run.kernel(self, "index_topk")(
             query,
             weights,
             keys,
@@ -112,8 +120,8 @@ class V32Attention(Projections):
             ratio=1,
             topk=indexer.index_topk,
             record=record,
+            slots=True,
             workspace_bytes=self.workspace_bytes,
         )
-        # Lists ascend, so none goes further than there are tokens.
-        chosen = chosen[:, : max(run.batch.kv_lens, default=0)]
-        return token_slots(chosen, run.batch, run.sequences)
+        # What is not there lies behind, so no list goes further than there are tokens.
+        return slots[:, : max(run.batch.kv_lens, default=0)]

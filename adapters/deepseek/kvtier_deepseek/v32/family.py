@@ -18,12 +18,11 @@ from kvtier.kernels import (
     Record,
     mla_sparse,
     select_all,
-    token_positions,
 )
 from kvtier.layouts import Layout
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.errors import UnsupportedModel
-from kvtier_deepseek.family import variants_of
+from kvtier_deepseek.family import variants_of, without_reference
 from kvtier_deepseek.metadata import DeviceStepLike, RowLens, StepLike, row_lens, validate_step
 from kvtier_deepseek.mla import structure as mla_structure
 from kvtier_deepseek.v32.attention import INDEX, LATENT, V32Attention, V32Run
@@ -37,6 +36,8 @@ NAME = "mla_indexed"
 PACKED = {LATENT: "mla_fp8", INDEX: "index_fp8"}
 """What "fp8" of a layout is called among records."""
 SPARSE, MATERIALISED = "mla_sparse", "mla_sparse_materialised"
+FEW = 32
+"""Queries of one sequence that are more than a decode step has."""
 
 
 @final
@@ -62,7 +63,10 @@ class V32Family:
             if not layer.absorbs:
                 raise ConfigError(f"layer {layer.index}: its kv_b_proj cannot be absorbed")
         kernels = self._layers[0].kernels
-        return {name: kernel for name, kernel in kernels.items() if name != MATERIALISED}
+        unused = {MATERIALISED}
+        if self._layers[0].latent_rope is not None:
+            unused.add(f"write_record {LATENT}")
+        return {name: kernel for name, kernel in kernels.items() if name not in unused}
 
     def check_step(self, step: StepLike, device: DeviceStepLike) -> None:
         for c in self._layout.components:
@@ -98,6 +102,12 @@ class V32Family:
                 run = self._run(Scratch(self._layout, weight.device, length), ((1,), (length,)))
                 run.picked = picked
                 replace(layer, workspace_bytes=workspace)(run, hidden, (turns, turns))
+        # Several queries of a sequence share what they read of its keys.
+        one = run.batch
+        run.batch = replace(one, query_lens=(FEW,), cu_seqlens_q=one.cu_seqlens_q * FEW)
+        query = weight.new_zeros(FEW, m.indexer.n_heads, m.indexer.head_dim)
+        keys = run.step.layer(layer.index).rows(INDEX)
+        layer.select(run, hidden.expand(1, FEW, -1), query, keys)
 
     def _run(self, device: DeviceStepLike, lens: RowLens) -> V32Run:
         query_lens, kv_lens = lens
@@ -109,7 +119,7 @@ class V32Family:
             kv_lens_device=device.kv_lens,
             page_tokens=self._layout.page_tokens,
         )
-        return V32Run(step=device, batch=batch, sequences=token_positions(batch)[0])
+        return V32Run(step=device, batch=batch)
 
 
 def v32_family(
@@ -142,7 +152,12 @@ def v32_family(
         for component, kind in ((LATENT, "record"), (INDEX, "index_record"))
     }
     device = next(model.parameters()).device.type
-    kernels = select_all(_cases(wanted, records, dtype, device), backend=backend)
+    kernels = without_reference(
+        select_all(_cases(wanted, records, dtype, device), backend=backend), "write_latent"
+    )
+    turned = None
+    if "write_latent" in kernels:
+        turned = mla_structure.latent_rope(model, latent_rotation, wanted.heads, dtype)
     _check_workspace(workspace_bytes)
     return V32Family(
         layout,
@@ -152,6 +167,7 @@ def v32_family(
                 index=layer.index,
                 rotation=latent_rotation,
                 dims=wanted.heads,
+                latent_rope=turned,
                 index_rotation=index_rotation,
                 kernels=kernels,
                 records=records,
@@ -196,6 +212,7 @@ def _cases(
     width, whole = d.latent + d.rope, (d.nope + d.rope, d.value)
     codes = torch.uint8 if index.planes else dtype
     return {
+        "write_latent": Case("write_latent", latent.name, (width,), dtype, device),
         "write_record latent": Case("write_record", latent.name, (width,), dtype, device),
         "write_record index": Case("write_record", index.name, (wanted.index_dim,), dtype, device),
         "index_query": Case("index_query", index.name, (wanted.index_dim,), dtype, device),
