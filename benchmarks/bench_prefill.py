@@ -293,7 +293,7 @@ def _prompt(sizes: Sizes, prompt: int) -> Iterator[Result]:
         times: list[float] = []
         for step in at:
             call = Layer(sizes, [(piece, (step + 1) * piece)])
-            rows = min(sizes.workspaces[-2 if len(sizes.workspaces) > 2 else -1], call.padded)
+            rows = min(sizes.workspaces[-2], call.padded)
             workspace = call.workspace(rows)
             times.append(statistics.median(timed(partial(call, workspace), sizes)))
         together = timed(partial(_both, partial(call, workspace), decode), sizes)
@@ -327,10 +327,13 @@ def _sum(at: Sequence[int], times: Sequence[float], steps: int) -> float:
 
 def _forms(sizes: Sizes, queries: int, context: int) -> Iterator[Result]:
     layer = Layer(sizes, [(queries, queries + context)])
-    rows = min(sizes.workspaces[min(1, len(sizes.workspaces) - 1)], layer.padded)
+    rows = min(sizes.workspaces[-2], layer.padded)
     workspace = layer.workspace(rows)
     params: dict[str, Param] = {"queries": queries, "context": context}
-    samples = {"absorbed": layer.absorbed, "materialised": lambda: layer(workspace)}
+    samples: dict[str, Callable[[], object]] = {
+        "absorbed": layer.absorbed,
+        "materialised": partial(layer, workspace),
+    }
     base = None
     for form, call in samples.items():
         call()  # may compile

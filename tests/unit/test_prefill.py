@@ -460,11 +460,15 @@ class TestTable:
 
     case = Case("mla_materialised", "dense", (192, 128), torch.bfloat16, "cuda")
 
+    @pytest.mark.skipif(not has_triton(), reason="needs triton")
     @pytest.mark.parametrize("record", ["dense", "mla_fp8"])
-    def test_what_was_not_measured_is_taken_by_name_only(self, record: str) -> None:
+    def test_kernels_come_first(self, record: str) -> None:
         case = replace(self.case, record=record)
-        assert GPU or select(case).backend == "torch"
-        assert select(case, backend="triton").backend == "triton"
+        hopper = GPU and torch.cuda.get_device_capability() == (9, 0)
+        assert select(case).backend == ("gluon" if hopper else "triton")
+        if not hopper:
+            with pytest.raises(ConfigError, match="H100 or H200"):
+                select(case, backend="gluon")
 
     @pytest.mark.parametrize(
         "change",
