@@ -1,11 +1,10 @@
 """Attention to lists of packed V4 records, for one multiprocessor of an H100 or H200 at a time.
 
-Two groups of four warps share 64 heads of one query and, one after the other, tiles of 32 of its
-keys.  Each group has half of every key's values, for scores and for sums: it fetches them, unpacks
-them, scores them, and the two add up their scores through shared memory, so that both have the
-weights, in registers, where the tensor cores take them from.  While one tile is softened the next
-is scored, the one after it unpacked, and the one after that on its way.  Half of a group's share of
-the queries stays in registers, the other half in shared memory.
+Three groups of four warps share 64 heads of one query and, one after the other, tiles of 64 of its
+keys.  One group fetches a tile's bytes into registers and unpacks those of the tile before into
+one of two buffers in shared memory.  The second makes scores and weights, and sums the left half of
+the values; the third sums the right half by weights that it is passed.  They wait for each other
+at barriers in shared memory alone, so that fetching, unpacking, products and softmax overlap.
 
 Unpacking is integer arithmetic and one product: the bits of an e4m3 code, four places further left,
 are those of a bfloat16 that is 2^120 times too small, also where the code has no leading one.  The
@@ -36,12 +35,8 @@ __all__ = ["HEADS", "KEYS", "sparse_attend"]
 
 HEADS = 64
 """Heads of a program: one tile of the tensor cores' rows."""
-KEYS = gl.constexpr(32)
+KEYS = 64
 """Keys of a tile."""
-STAGES = gl.constexpr(4)
-"""Tiles that shared memory holds: being softened, scored, unpacked, and one that is let go of."""
-REGISTERS = 248
-"""Of a thread: as many as two groups of four warps can have."""
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """By triton 3.9."""
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -53,6 +48,15 @@ WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 """(keys, words) of bfloat16 pairs: the same values in the same threads.  Eight threads at a time
 write to eight different columns of banks."""
+PACKED = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+WIDE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+"""Keys, as pairs of values and as values, where the tensor cores read them."""
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+"""Results of the tensor cores: (heads, keys) and (heads, half of the values)."""
+SUMS_REGISTERS = gl.constexpr(176)
+FETCH_REGISTERS = gl.constexpr(128)
+"""Registers a thread of the two groups beside the first, which has the rest of three times 168."""
 UNPACK = gl.constexpr(
     """{
     .reg .b32 low, high;
@@ -130,7 +134,7 @@ def sparse_attend(
         heads,
         WHOLE=splits == 1,
         num_warps=4,
-        maxnreg=REGISTERS,
+        maxnreg=168,
     )
     if splits > 1:
         join(parts, part_lse, splits, sink, out, lse)
@@ -157,9 +161,7 @@ def _words_of(storage: Tensor, record: Record) -> tuple[Tensor, int, int, int]:
 def _slots_of(tile, in_window, total, window_slots, num_window, extra_slots, num_extra):
     """Slots of a tile's keys; -1 from tile ``total`` on."""
     first = tile < in_window
-    at = gl.where(first, tile, tile - in_window) * KEYS + gl.arange(
-        0, KEYS, gl.SliceLayout(1, WORDS)
-    )
+    at = gl.where(first, tile, tile - in_window) * 64 + gl.arange(0, 64, gl.SliceLayout(1, WORDS))
     end = gl.where(first, num_window, num_extra)
     there = (at < end) & (tile < total)
     return gl.load(gl.where(first, window_slots, extra_slots) + at, mask=there, other=-1)
@@ -173,7 +175,7 @@ def _fetch(
     HALF: gl.constexpr,
 ):  # fmt: skip
     """Half of a tile's bytes, as words in registers: 64 codes of each key three times, as many more
-    or rope values, scales; and what is added to its scores."""
+    or the rope values, scales; and what is added to its scores."""
     first = tile < in_window
     seen = (slot >= 0) & (slot < gl.where(first, window_there, extra_there))
     slot = gl.where(seen, slot, 0).to(gl.int32)
@@ -200,15 +202,11 @@ def _fetch(
 
 
 @gluon.jit
-def _unpack(a0, a1, a2, a3, scales, hidden, into, bias, HALF: gl.constexpr):
-    """Values of half a tile that was fetched, and what is added to its scores."""
+def _unpack(a0, a1, a2, a3, scales, into, HALF: gl.constexpr):
+    """Half of the values of a tile that was fetched, for the tensor cores."""
     b0 = _beside(_values(a0, scales, 0), _values(a1, scales, 1))
-    if HALF == 0:
-        b1 = _beside(_values(a2, scales, 2), _values(a3, scales, 3))
-    else:
-        b1 = _beside(_values(a2, scales, 2), a3)
+    b1 = _beside(_values(a2, scales, 2), _values(a3, scales, 3) if HALF == 0 else a3)
     into.store(_beside(b0, b1))
-    bias.store(hidden)
     fence_async_shared()
 
 
@@ -221,7 +219,7 @@ def _values(words, scales, C: gl.constexpr):
     low, high = gl.inline_asm_elementwise(
         UNPACK, "=r,=r,r,r", [words, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
-    return gl.join(low, high).reshape([KEYS, 32])
+    return gl.join(low, high).reshape([64, 32])
 
 
 @gluon.jit
@@ -236,6 +234,30 @@ def _as(memory, kind: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _beside(a, b):
     return gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
+
+
+@gluon.jit
+def _half(keys, two, HALF: gl.constexpr):
+    """(64, 256) values that lie in buffer ``two``."""
+    return _as(keys.index(2 * HALF + two), gl.bfloat16, [64, 256], WIDE)
+
+
+@gluon.jit
+def _soften(score, scale, bias, top, weight, share, shrinks, passed, taken, phase):
+    """Passes on a tile's weights, made from its scores, and what older sums shrink by; returns the
+    largest score so far, the sum of weights, and the latter."""
+    score = score * scale + bias.load(gl.SliceLayout(0, SCORES))[None, :]
+    new_top = gl.maximum(top, gl.max(score, 1))
+    # A row that has seen nothing yet subtracts 0, not -inf.
+    base = gl.where(new_top == -float("inf"), 0.0, new_top)
+    shrink = _exp2(top - base)
+    p = _exp2(score - base[:, None])
+    mbarrier.wait(taken, phase)
+    share.store(p.to(gl.bfloat16))
+    shrinks.store(shrink)
+    fence_async_shared()
+    mbarrier.arrive(passed, count=1)
+    return new_top, weight * shrink + gl.sum(p, 1), shrink
 
 
 @gluon.jit
@@ -260,14 +282,41 @@ def _extent(slots, count, there):
 
 
 @gluon.jit
-def _write(sofar, share, memory, to, heads, HALF: gl.constexpr):
-    """Sums times ``share``, by way of shared memory: in pieces of lines."""
-    layout: gl.constexpr = sofar.type.layout
-    narrow: gl.constexpr = to.dtype.element_ty.primitive_bitwidth == 16
-    held: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8 if narrow else 4, [1, 0])
-    lines: gl.constexpr = gl.BlockedLayout([1, 8 if narrow else 4], [1, 32], [4, 1], [1, 0])
-    memory = _as(memory, to.dtype.element_ty, [64, 256], held)
-    share = gl.convert_layout(share, gl.SliceLayout(1, layout), assert_trivial=True)
+def _tiles(num_window, extra_slots, num_extra, extra_there):
+    """Tiles that there are, and this program's number of them."""
+    total = gl.cdiv(num_window, 64) + gl.cdiv(_extent(extra_slots, num_extra, extra_there), 64)
+    part = gl.program_id(2)
+    step = gl.num_programs(2)
+    return total, gl.cdiv(gl.maximum(total - part, 0), step)
+
+
+@gluon.jit
+def _hold(query, token_stride, head_stride, heads, queries, HALF: gl.constexpr):
+    """Half of the queries, in shared memory."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    token = gl.program_id(0).to(gl.int64)
+    head = gl.program_id(1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, lines))
+    row = (query + token * token_stride + head.to(gl.int64) * head_stride)[:, None]
+    column = HALF * 256 + gl.arange(0, 256, gl.SliceLayout(0, lines))[None, :]
+    queries.index(HALF).store(gl.load(row + column, mask=(head < heads)[:, None], other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _write(
+    sofar, share, keys, out, parts, rows_a_part, heads, WHOLE: gl.constexpr, HALF: gl.constexpr
+):  # fmt: skip
+    """Half of the sums times ``share``, by way of the keys' memory: in pieces of lines."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8 if WHOLE else 4], [1, 32], [4, 1], [1, 0])
+    held: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8 if WHOLE else 4, [1, 0])
+    first = gl.program_id(0).to(gl.int64) * heads
+    if WHOLE:
+        to = out + first * 512
+        memory = _as(keys, gl.bfloat16, [4, 64, 256], held).index(2 * HALF)
+    else:
+        to = parts + (gl.program_id(2).to(gl.int64) * rows_a_part + first) * 512
+        memory = _as(keys, gl.float32, [2, 64, 256], held).index(HALF)
+    share = gl.convert_layout(share, gl.SliceLayout(1, SUMS), assert_trivial=True)
     memory.store((sofar * share[:, None]).to(to.dtype.element_ty))
     head = gl.program_id(1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, lines))
     column = HALF * 256 + gl.arange(0, 256, gl.SliceLayout(0, lines))
@@ -276,144 +325,144 @@ def _write(sofar, share, memory, to, heads, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _idle():
-    pass
-
-
-@gluon.jit
-def _spread(x):
-    """(heads, keys) scores as (threads, KEYS / 2): what each thread has lies together."""
-    x = x.reshape([4, 2, 8, KEYS // 8, 4, 2]).permute((0, 2, 4, 1, 3, 5))
-    return x.reshape([128, KEYS // 2])
-
-
-@gluon.jit
-def _gather(x, layout: gl.constexpr):
-    """``_spread`` undone."""
-    x = x.reshape([4, 8, 4, 2, KEYS // 8, 2]).permute((0, 3, 1, 4, 2, 5))
-    return gl.convert_layout(x.reshape([64, KEYS]), layout, assert_trivial=True)
-
-
-@gluon.jit
-def _score(held, queries, keys, none):
-    """A group's part of a tile's scores, on its way: ``held`` are queries in registers."""
-    first = keys.slice(0, 128, 1).permute((1, 0))
-    second = keys.slice(128, 128, 1).permute((1, 0))
-    score = warpgroup_mma(held, first, none, use_acc=False, is_async=True)
-    return warpgroup_mma(queries, second, score, is_async=True)
-
-
-@gluon.jit
-def _half(
-    query, token_stride, head_stride,
-    window, window_stride, window_shift, window_there,
-    window_slots, num_window,
-    extra, extra_stride, extra_shift, extra_there,
-    extra_slots, num_extra,
-    scale, sink, out, lse, parts, part_lse, rows_a_part, heads,
-    keys, queries, bias, mine_out, other_in, mine_ready, mine_free, other_ready, other_free,
-    WHOLE: gl.constexpr, HALF: gl.constexpr,
+def _lay_out(
+    window, window_stride, window_shift, window_there, window_slots, num_window,
+    extra, extra_stride, extra_shift, extra_there, extra_slots, num_extra,
+    keys, bias, full, free,
 ):  # fmt: skip
-    """Half of the values of each key: their part of the scores, and their sums."""
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    share_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
-    rows: gl.constexpr = gl.SliceLayout(1, score_layout)
-    out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    held_layout: gl.constexpr = gl.DotOperandLayout(0, score_layout, 2)
-    flat: gl.constexpr = gl.BlockedLayout([1, KEYS // 2], [32, 1], [4, 1], [1, 0])
-    token = gl.program_id(0).to(gl.int64)
-    part = gl.program_id(2)
-    step = gl.num_programs(2)
+    """The first group: fetches tiles and unpacks them, the left half of each first."""
     lists = (window_slots, num_window, extra_slots, num_extra)
     pools = (
         window, window_stride, window_shift, window_there,
         extra, extra_stride, extra_shift, extra_there,
     )  # fmt: skip
-    in_window = gl.cdiv(num_window, KEYS)
-    most = in_window + gl.cdiv(num_extra, KEYS)
-
-    slot = _slots_of(part, in_window, most, *lists)
-    slot_1 = _slots_of(part + step, in_window, most, *lists)
-    head = gl.program_id(1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, lines))
-    row = (query + token * token_stride + head.to(gl.int64) * head_stride)[:, None]
-    column = HALF * 256 + 128 + gl.arange(0, 128, gl.SliceLayout(0, lines))[None, :]
-    q = gl.load(row + column, mask=(head < heads)[:, None], other=0.0)
-    tile_0 = _fetch(slot, part, in_window, *pools, HALF)
-    a0, a1, a2, a3, scales, hidden = _fetch(slot_1, part + step, in_window, *pools, HALF)
-    total = in_window + gl.cdiv(_extent(extra_slots, num_extra, extra_there), KEYS)
-    mine = gl.cdiv(gl.maximum(total - part, 0), step)
-    tile = part + 2 * step
-    slot = _slots_of(tile, in_window, total, *lists)
-    queries.store(q)
-    head = gl.program_id(1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, held_layout))
-    row = (query + token * token_stride + head.to(gl.int64) * head_stride)[:, None]
-    column = HALF * 256 + gl.arange(0, 128, gl.SliceLayout(0, held_layout))[None, :]
-    held = gl.load(row + column, mask=(head < heads)[:, None], other=0.0)
-    _unpack(*tile_0, keys.index(0), bias.index(0), HALF)
-
-    none = gl.full([64, KEYS], 0.0, gl.float32, score_layout)
-    here = _as(keys.index(0), gl.bfloat16, [KEYS, 256], wide)
-    score = _score(held, queries, here, none)
-    _unpack(a0, a1, a2, a3, scales, hidden, keys.index(1), bias.index(1), HALF)
-    a0, a1, a2, a3, scales, hidden = _fetch(slot, tile, in_window, *pools, HALF)
+    tile = gl.program_id(2)
+    step = gl.num_programs(2)
+    in_window = gl.cdiv(num_window, 64)
+    most = in_window + gl.cdiv(num_extra, 64)
+    # All that the first two tiles need is under way before anything is waited for.
+    slot = _slots_of(tile, in_window, most, *lists)
+    ahead = _slots_of(tile + step, in_window, most, *lists)
+    a0, a1, a2, a3, a_scales, hidden = _fetch(slot, tile, in_window, *pools, 0)
+    b0, b1, b2, b3, b_scales, _ = _fetch(slot, tile, in_window, *pools, 1)
+    total, mine = _tiles(num_window, extra_slots, num_extra, extra_there)
     tile += step
-    slot = _slots_of(tile, in_window, total, *lists)
-    top = gl.full([64], -float("inf"), gl.float32, rows)
-    weight = gl.full([64], 0.0, gl.float32, rows)
-    sofar = gl.full([64, 256], 0.0, gl.float32, out_layout)
-    score = warpgroup_mma_wait(0, deps=[score])
-    for nth in range(mine):
-        turn = nth & 1
-        here = _as(keys.index(nth % STAGES), gl.bfloat16, [KEYS, 256], wide)
-        ahead = _as(keys.index((nth + 1) % STAGES), gl.bfloat16, [KEYS, 256], wide)
-        coming = _score(held, queries, ahead, none)
-        mbarrier.wait(mine_free, turn ^ 1)
-        mine_out.store(gl.convert_layout(_spread(score), flat, assert_trivial=True))
-        mbarrier.arrive(mine_ready, count=1)
-        hidden_here = bias.index(nth % STAGES).load(gl.SliceLayout(0, score_layout))
-        mbarrier.wait(other_ready, turn)
-        score += _gather(other_in.load(flat), score_layout)
-        mbarrier.arrive(other_free, count=1)
-        score = score * scale + hidden_here[None, :]
-        new_top = gl.maximum(top, gl.max(score, 1))
-        # A row that has seen nothing yet subtracts 0, not -inf.
-        base = gl.where(new_top == -float("inf"), 0.0, new_top)
-        shrink = _exp2(top - base)
-        p = _exp2(score - base[:, None])
-        weight = weight * shrink + gl.sum(p, 1)
-        top = new_top
-        share = gl.convert_layout(p.to(gl.bfloat16), share_layout, assert_trivial=True)
-        sofar = sofar * gl.convert_layout(shrink, out_rows, assert_trivial=True)[:, None]
-        sofar = warpgroup_mma(share, here, sofar, is_async=True)
-        _unpack(
-            a0, a1, a2, a3, scales, hidden,
-            keys.index((nth + 2) % STAGES), bias.index((nth + 2) % STAGES), HALF,
-        )  # fmt: skip
-        a0, a1, a2, a3, scales, hidden = _fetch(slot, tile, in_window, *pools, HALF)
+    slot = gl.where(tile < total, ahead, -1)
+    for nth in range(gl.maximum(mine, 1)):
+        two = nth & 1
+        before = ((nth >> 1) & 1) ^ 1
+        mbarrier.wait(free.index(two), before)
+        _unpack(a0, a1, a2, a3, a_scales, keys.index(two), 0)
+        bias.index(two).store(hidden)
+        mbarrier.arrive(full.index(two), count=1)
+        a0, a1, a2, a3, a_scales, hidden = _fetch(slot, tile, in_window, *pools, 0)
+        mbarrier.wait(free.index(2 + two), before)
+        _unpack(b0, b1, b2, b3, b_scales, keys.index(2 + two), 1)
+        mbarrier.arrive(full.index(2 + two), count=1)
+        b0, b1, b2, b3, b_scales, _ = _fetch(slot, tile, in_window, *pools, 1)
         tile += step
         slot = _slots_of(tile, in_window, total, *lists)
-        score, sofar = warpgroup_mma_wait(0, deps=[coming, sofar])
+
+
+@gluon.jit
+def _score(queries, keys, two, phase, full):
+    """Begins a tile's scores, each half as soon as it lies there."""
+    none = gl.full([64, 64], 0.0, gl.float32, SCORES)
+    mbarrier.wait(full.index(two), phase)
+    left = _half(keys, two, 0).permute((1, 0))
+    score = warpgroup_mma(queries.index(0), left, none, use_acc=False, is_async=True)
+    mbarrier.wait(full.index(2 + two), phase)
+    right = _half(keys, two, 1).permute((1, 0))
+    return warpgroup_mma(queries.index(1), right, score, is_async=True)
+
+
+@gluon.jit
+def _lead(
+    query, token_stride, head_stride, num_window, extra_there, extra_slots, num_extra,
+    scale, sink, out, lse, parts, part_lse, rows_a_part, heads,
+    keys, queries, bias, share, shrinks, full, free, passed, taken, ends, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """The second group: scores and weights of each tile, and sums of the left half of its values.
+    These and the next tile's scores are queued together."""
+    rows: gl.constexpr = gl.SliceLayout(1, SCORES)
+    _hold(query, token_stride, head_stride, heads, queries, 0)
+    _, mine = _tiles(num_window, extra_slots, num_extra, extra_there)
+    sofar = gl.full([64, 256], 0.0, gl.float32, SUMS)
+    top = gl.full([64], -float("inf"), gl.float32, rows)
+    weight = gl.full([64], 0.0, gl.float32, rows)
+    mbarrier.wait(ends.index(0), 0)
+    score = _score(queries, keys, 0, 0, full)
+    score = warpgroup_mma_wait(0, deps=[score])
+    for nth in range(1, mine):
+        old = (nth & 1) ^ 1
+        top, weight, shrink = _soften(
+            score, scale, bias.index(old), top, weight, share.index(old), shrinks.index(old),
+            passed.index(old), taken.index(old), (((nth - 1) >> 1) & 1) ^ 1,
+        )  # fmt: skip
+        sofar = _shrunk(sofar, shrink)
+        sofar = warpgroup_mma(share.index(old), _half(keys, old, 0), sofar, is_async=True)
+        score = _score(queries, keys, nth & 1, (nth >> 1) & 1, full)
+        sofar = warpgroup_mma_wait(2, deps=[sofar])
+        mbarrier.arrive(free.index(old), count=1)
+        score = warpgroup_mma_wait(0, deps=[score])
+    last = gl.maximum(mine, 1) - 1
+    old = last & 1
+    top, weight, shrink = _soften(
+        score, scale, bias.index(old), top, weight, share.index(old), shrinks.index(old),
+        passed.index(old), taken.index(old), ((last >> 1) & 1) ^ 1,
+    )  # fmt: skip
+    sofar = _shrunk(sofar, shrink)
+    sofar = warpgroup_mma(share.index(old), _half(keys, old, 0), sofar, is_async=True)
 
     head = gl.program_id(1) * 64 + gl.arange(0, 64, rows)
     real = head < heads
+    first = gl.program_id(0).to(gl.int64) * heads
     safe = gl.where(weight > 0, weight, 1.0)
     found = gl.where(weight > 0, (top + gl.log2(safe)) * LN2, -float("inf"))
     if WHOLE:
-        of_sink = gl.load(sink + head, mask=real, other=0.0).to(gl.float32)
-        mean = 1 / (safe * (1 + gl.exp2((of_sink - found) * LOG2E)))
-        first = token * heads
-        if HALF == 0:
-            gl.store(lse + first + head, found, mask=real)
-        _write(sofar, gl.where(weight > 0, mean, 0.0), keys, out + first * 512, heads, HALF)
+        held = gl.load(sink + head, mask=real, other=0.0).to(gl.float32)
+        mean = 1 / (safe * (1 + gl.exp2((held - found) * LOG2E)))
+        mean = gl.where(weight > 0, mean, 0.0)
+        gl.store(lse + first + head, found, mask=real)
     else:
-        first = part.to(gl.int64) * rows_a_part + token * heads
-        if HALF == 0:
-            gl.store(part_lse + first + head, found, mask=real)
-        if mine > 0:  # what is not written has no weight
-            _write(sofar, 1 / safe, keys, parts + first * 512, heads, HALF)
+        mean = 1 / safe
+        first += gl.program_id(2).to(gl.int64) * rows_a_part
+        gl.store(part_lse + first + head, found, mask=real)
+    mbarrier.wait(taken.index(old ^ 1), (((last + 1) >> 1) & 1) ^ 1)
+    shrinks.index(old ^ 1).store(mean)
+    mbarrier.arrive(ends.index(1), count=1)
+    sofar = warpgroup_mma_wait(0, deps=[sofar])
+    _write(sofar, mean, keys, out, parts, rows_a_part, heads, WHOLE, 0)
+
+
+@gluon.jit
+def _shrunk(sofar, shrink):
+    return sofar * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _follow(
+    query, token_stride, head_stride, num_window, extra_there, extra_slots, num_extra,
+    out, parts, rows_a_part, heads,
+    keys, queries, share, shrinks, free, passed, taken, ends, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """The third group: sums of the right half of the values, by the weights that it is passed."""
+    _hold(query, token_stride, head_stride, heads, queries, 1)
+    mbarrier.arrive(ends.index(0), count=1)
+    _, mine = _tiles(num_window, extra_slots, num_extra, extra_there)
+    sofar = gl.full([64, 256], 0.0, gl.float32, SUMS)
+    count = gl.maximum(mine, 1)
+    for nth in range(count):
+        two = nth & 1
+        mbarrier.wait(passed.index(two), (nth >> 1) & 1)
+        sofar = sofar * shrinks.index(two).load(gl.SliceLayout(1, SUMS))[:, None]
+        sofar = warpgroup_mma(share.index(two), _half(keys, two, 1), sofar, is_async=True)
+        sofar = warpgroup_mma_wait(0, deps=[sofar])
+        mbarrier.arrive(free.index(2 + two), count=1)
+        mbarrier.arrive(taken.index(two), count=1)
+    mbarrier.wait(ends.index(1), 0)
+    mean = shrinks.index(count & 1).load(gl.SliceLayout(1, SUMS))
+    _write(sofar, mean, keys, out, parts, rows_a_part, heads, WHOLE, 1)
 
 
 @gluon.jit(
@@ -441,58 +490,60 @@ def _attend(
     WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Up to 64 heads of one query against every so manieth tile of its keys."""
-    packed: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    passed: gl.constexpr = gl.SwizzledSharedLayout(4, 64 // KEYS, KEYS // 8, [1, 0])
-    left_keys = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, 128], packed)
-    right_keys = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, 128], packed)
-    left_queries = gl.allocate_shared_memory(gl.bfloat16, [64, 128], wide)
-    right_queries = gl.allocate_shared_memory(gl.bfloat16, [64, 128], wide)
-    left_bias = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], line)
-    right_bias = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], line)
-    left_score = gl.allocate_shared_memory(gl.float32, [128, KEYS // 2], passed)
-    right_score = gl.allocate_shared_memory(gl.float32, [128, KEYS // 2], passed)
-    barriers = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    # Two buffers for the left halves of keys, two for the right.
+    keys = gl.allocate_shared_memory(gl.int32, [4, 64, 128], PACKED)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], WIDE)
+    share = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], WIDE)
+    shrinks = gl.allocate_shared_memory(gl.float32, [2, 64], line)
+    bias = gl.allocate_shared_memory(gl.float32, [2, 64], line)
+    # Of each buffer of keys: that it may be read, and written; of each of weights likewise.  Last:
+    # that the right half of the queries lies there, and that the sums' share in the mean does.
+    full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    passed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ends = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(4):
-        mbarrier.init(barriers.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(passed.index(i), count=1)
+        mbarrier.init(taken.index(i), count=1)
+        mbarrier.init(ends.index(i), count=1)
     fence_async_shared()
     token = gl.program_id(0).to(gl.int64)
     window_slots += token * window_slots_stride
     extra_slots += token * extra_slots_stride
-    left_ready = barriers.index(0)
-    left_free = barriers.index(1)
-    right_ready = barriers.index(2)
-    right_free = barriers.index(3)
     gl.warp_specialize(
         [
             (
-                _half,
+                _lead,
                 (
                     query, token_stride, head_stride,
-                    window, window_stride, window_shift, window_there,
-                    window_slots, num_window,
-                    extra, extra_stride, extra_shift, extra_there,
-                    extra_slots, num_extra,
+                    num_window, extra_there, extra_slots, num_extra,
                     scale, sink, out, lse, parts, part_lse, rows_a_part, heads,
-                    left_keys, left_queries, left_bias, left_score, right_score,
-                    left_ready, left_free, right_ready, right_free, WHOLE, 0,
+                    keys, queries, bias, share, shrinks, full, free, passed, taken, ends, WHOLE,
                 ),
             ),
             (
-                _half,
+                _follow,
                 (
                     query, token_stride, head_stride,
-                    window, window_stride, window_shift, window_there,
-                    window_slots, num_window,
-                    extra, extra_stride, extra_shift, extra_there,
-                    extra_slots, num_extra,
-                    scale, sink, out, lse, parts, part_lse, rows_a_part, heads,
-                    right_keys, right_queries, right_bias, right_score, left_score,
-                    right_ready, right_free, left_ready, left_free, WHOLE, 1,
+                    num_window, extra_there, extra_slots, num_extra,
+                    out, parts, rows_a_part, heads,
+                    keys, queries, share, shrinks, free, passed, taken, ends, WHOLE,
+                ),
+            ),
+            (
+                _lay_out,
+                (
+                    window, window_stride, window_shift, window_there, window_slots, num_window,
+                    extra, extra_stride, extra_shift, extra_there, extra_slots, num_extra,
+                    keys, bias, full, free,
                 ),
             ),
         ],
-        [4],
-        [248],  # REGISTERS
+        [4, 4],
+        [SUMS_REGISTERS, FETCH_REGISTERS],
     )  # fmt: skip

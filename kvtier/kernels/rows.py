@@ -306,7 +306,6 @@ ROWS: tuple[Row, ...] = (
     _reference("mla_sparse_materialised", "mla_fp8", mla_sparse_materialised),
     _triton("sparse_attend", _DENSE, ("sparse", "sparse_attend"), _V4_ENTRY, _SINGLES),
     _reference("sparse_attend", _DENSE, sparse_attend),
-    # Not measured, nor run on a device.
     Row(
         "sparse_attend",
         "v4_fp8",
@@ -315,7 +314,6 @@ ROWS: tuple[Row, ...] = (
         _V4_ENTRY,
         _BF16,
         _CUDA,
-        by_name=True,
         missing=_no_hopper,
     ),
     _triton("sparse_attend", "v4_fp8", ("sparse", "sparse_attend"), _V4_ENTRY, _SINGLES),
