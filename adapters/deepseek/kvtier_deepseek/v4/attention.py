@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvtier.kernels import Kernel, PagedBatch, Record, c4_slots
+from kvtier.kernels import Kernel, PagedBatch, Record
 from kvtier.layouts import Component
 from kvtier_deepseek.family import Run
 from kvtier_deepseek.metadata import TailDeviceStepLike, TailRows
@@ -47,8 +47,6 @@ class V4Run(Run):
 
     step: TailDeviceStepLike
     batch: PagedBatch
-    sequences: Tensor
-    """(tokens,) Row of the batch that each token is of."""
     captures: Captures | None
     """None: none is due, or they are copied afterwards."""
     window_slots: Tensor
@@ -236,7 +234,7 @@ class V4Attention:
             sin,
             record,
         )
-        entries = run.kernel(self, "index_topk")(
+        slots: Tensor = run.kernel(self, "index_topk")(
             query,
             weights,
             view.rows(C4_INDEX.entries),
@@ -244,6 +242,7 @@ class V4Attention:
             ratio=C4_INDEX.ratio,
             topk=indexer.index_topk,
             record=record,
+            slots=True,
             workspace_bytes=self.workspace_bytes,
         )
-        return c4_slots(entries, run.batch, run.sequences)
+        return slots

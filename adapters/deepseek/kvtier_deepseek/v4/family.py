@@ -191,11 +191,10 @@ class V4Family:
         )
         window = self._windows
         assert window.window is not None
-        sequences, positions = token_positions(batch)
+        _, positions = token_positions(batch)
         return V4Run(
             step=device,
             batch=batch,
-            sequences=sequences,
             captures=captures,
             window_slots=window_slots(
                 batch,
