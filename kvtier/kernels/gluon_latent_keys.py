@@ -118,21 +118,46 @@ def _fetch(row, seen):
     s1 = gl.load(scales + 1, mask=seen, other=0.0)
     s2 = gl.load(scales + 2, mask=seen, other=0.0)
     s3 = gl.load(scales + 3, mask=seen, other=0.0)
-    row = gl.convert_layout(row, gl.SliceLayout(1, PAIRS), assert_trivial=True)
-    mask = gl.convert_layout(seen, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
-    at = row[:, None] + (132 + gl.arange(0, 32, gl.SliceLayout(0, PAIRS)))[None, :]
-    return a0, a1, a2, a3, a4, a5, a6, a7, gl.load(at, mask=mask, other=0), s0, s1, s2, s3
+    return a0, a1, a2, a3, a4, a5, a6, a7, _rope_of(row, seen), s0, s1, s2, s3
 
 
 @gluon.jit
-def _unpack(a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3, left, right, rope):
-    """Values of a tile that was fetched, for the tensor cores."""
+def _exchange(
+    a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3, row, seen, left, right, rope
+):  # fmt: skip
+    """Unpacks a tile that was fetched for the tensor cores, and fetches the next one, by parts: a
+    part's registers are free once it is unpacked."""
+    mask = seen[:, None]
+    at = row[:, None] + gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
+    scales = (row + 128).to(gl.pointer_type(gl.float32))
     # Warps wait for each other between two pieces of the same memory: by turns left and right.
     left.slice(0, 64, 1).store(_unpacked(a0, a1, s0))
+    a0 = gl.load(at, mask=mask, other=0)
+    a1 = gl.load(at + 16, mask=mask, other=0)
+    s0 = gl.load(scales, mask=seen, other=0.0)
     right.slice(0, 64, 1).store(_unpacked(a4, a5, s2))
+    a4 = gl.load(at + 64, mask=mask, other=0)
+    a5 = gl.load(at + 80, mask=mask, other=0)
+    s2 = gl.load(scales + 2, mask=seen, other=0.0)
     rope.store(r)
+    r = _rope_of(row, seen)
     left.slice(64, 64, 1).store(_unpacked(a2, a3, s1))
+    a2 = gl.load(at + 32, mask=mask, other=0)
+    a3 = gl.load(at + 48, mask=mask, other=0)
+    s1 = gl.load(scales + 1, mask=seen, other=0.0)
     right.slice(64, 64, 1).store(_unpacked(a6, a7, s3))
+    a6 = gl.load(at + 96, mask=mask, other=0)
+    a7 = gl.load(at + 112, mask=mask, other=0)
+    s3 = gl.load(scales + 3, mask=seen, other=0.0)
+    return a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3
+
+
+@gluon.jit
+def _rope_of(row, seen):
+    row = gl.convert_layout(row, gl.SliceLayout(1, PAIRS), assert_trivial=True)
+    mask = gl.convert_layout(seen, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
+    at = row[:, None] + (132 + gl.arange(0, 32, gl.SliceLayout(0, PAIRS)))[None, :]
+    return gl.load(at, mask=mask, other=0)
 
 
 @gluon.jit
@@ -212,22 +237,22 @@ def produce(
         a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3 = _fetch(row, seen)
     for nth in range(0, stop - at):
         two = nth & 1
+        # Before the next tile is fetched, behind which these would have to wait.
+        next_row, next_seen = _rows_of(slot, rows, page_stride, per_page, there, PACKED)
+        slot, count, b, begin, end = _next(
+            where, where_stride, lengths, count, b, begin, end, at + nth + 2, stop, per_page,
+            PAGED, layout,
+        )  # fmt: skip
         mbarrier.wait(free.index(two), ((nth // 2) & 1) ^ 1, nth > 1)
         if not PAGED:
             bias.index(two).store(gl.where(seen, 0.0, -float("inf")))
         if PACKED:
-            _unpack(
-                a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3,
+            a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3 = _exchange(
+                a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3, next_row, next_seen,
                 left.index(two), right.index(two), rope.index(two),
             )  # fmt: skip
         else:
             _copy(row, seen, left.index(two), right.index(two), rope.index(two))
         fence_async_shared()
         mbarrier.arrive(ready.index(two), count=1)
-        row, seen = _rows_of(slot, rows, page_stride, per_page, there, PACKED)
-        if PACKED:
-            a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3 = _fetch(row, seen)
-        slot, count, b, begin, end = _next(
-            where, where_stride, lengths, count, b, begin, end, at + nth + 2, stop, per_page,
-            PAGED, layout,
-        )  # fmt: skip
+        row, seen = next_row, next_seen

@@ -335,11 +335,11 @@ def test_every_code_at_many_scales() -> None:
     pool = pool.view(1, -1)
     slots = gluon_twin.tensor(np.arange(64, dtype=np.int32))
     storage = gluon_twin._argument(pool.view(torch.int32))
-    words = names["_fetch"](*names["_rows_of"](slots, storage, pool.shape[1] // 4, 64, 64, True))
+    rows = names["_rows_of"](slots, storage, pool.shape[1] // 4, 64, 64, True)
     shared = gluon_twin.Language.allocate_shared_memory
     words_of = gluon_twin.TYPES[torch.int32]
     halves = [shared(words_of, [64, 128], None) for _ in range(2)]
-    names["_unpack"](*words, *halves, shared(words_of, [64, 32], None))
+    names["_exchange"](*names["_fetch"](*rows), *rows, *halves, shared(words_of, [64, 32], None))
     got = torch.cat([torch.from_numpy(bf16_of(half)) for half in halves], 1)
     pool.view(64, 656)[8, 512:528] = torch.tensor([254.9, 255, 255, 255]).view(torch.uint8)
     want = read_records(pool, torch.arange(64), PACKED)[:, :512].to(torch.bfloat16).float()
@@ -381,5 +381,5 @@ def test_it_compiles_as_it_was_meant_to() -> None:
         # Scores before and in the loop; values in the loop and after it, and of the other half.
         assert found["products"] == 2 * 36 + 3 * 4, label
         assert found["warnings"] == [], label
-        assert found["spilled"] <= (320 if label == "pages" else 80), label
+        assert found["spilled"] <= (360 if label == "pages" else 96), label
         assert found["shared"] <= 227 * 1024, label
