@@ -65,7 +65,7 @@ class V32Attention(Projections):
         query, key = self.project_index(hidden, embeddings, query_latent)
         self._write(run, view, INDEX, key)
         run.written.append(self.index)
-        slots = self.select(run, hidden, query, view.rows(INDEX))
+        slots = self._select(run, hidden, query, view.rows(INDEX))
         out = attend_listed(
             self,
             partial(run.kernel, self),
@@ -103,7 +103,7 @@ class V32Attention(Projections):
         key = torch.cat((turned_key, key[..., rope:]), dim=-1)
         return query[0], key[0, :, 0]
 
-    def select(self, run: V32Run, hidden: Tensor, query: Tensor, keys: Tensor) -> Tensor:
+    def _select(self, run: V32Run, hidden: Tensor, query: Tensor, keys: Tensor) -> Tensor:
         """Slots (tokens, k) int32 of the rows that the index picks for each query, -1 behind."""
         indexer: Any = self.module.indexer
         project = indexer.weights_proj

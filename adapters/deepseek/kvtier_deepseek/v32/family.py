@@ -35,6 +35,8 @@ __all__ = ["V32Family", "v32_family"]
 NAME = "mla_indexed"
 PACKED = {LATENT: "mla_fp8", INDEX: "index_fp8"}
 """What "fp8" of a layout is called among records."""
+CHOICES = (1, 2, 4, 16)
+"""How many times as much as is chosen there may be, for each of which it is cut up differently."""
 SPARSE, MATERIALISED = "mla_sparse", "mla_sparse_materialised"
 FEW = 32
 """Queries of one sequence that are more than a decode step has."""
@@ -90,24 +92,27 @@ class V32Family:
         """Nothing: pages hold all there is."""
 
     def warmup(self) -> None:
-        """One token at the end of a context that there is something to choose from."""
+        """The end of contexts that there is something to choose from: more of it is chosen from in
+        parts, and for several tokens of a sequence it is scored in another way."""
         layer = self._layers[0]
         m: Any = layer.module
         weight = m.q_a_proj.weight
-        length = m.indexer.index_topk + 1
-        hidden = weight.new_zeros(1, 1, weight.shape[1])
-        turns = weight.new_zeros(1, 1, layer.dims.rope)
+        topk = int(m.indexer.index_topk)
+
+        def run(length: int, tokens: int, workspace: int | str, picked: dict[str, Kernel]) -> None:
+            scratch = Scratch(self._layout, weight.device, length, tokens)
+            hidden = weight.new_zeros(1, tokens, weight.shape[1])
+            turns = weight.new_zeros(1, tokens, layer.dims.rope)
+            step = self._run(scratch, ((tokens,), (length,)))
+            step.picked = picked
+            replace(layer, workspace_bytes=workspace)(step, hidden, (turns, turns))
+
         for workspace in (layer.workspace_bytes, 0):  # with lists cut into parts, and whole
             for picked in variants_of(layer.kernels):
-                run = self._run(Scratch(self._layout, weight.device, length), ((1,), (length,)))
-                run.picked = picked
-                replace(layer, workspace_bytes=workspace)(run, hidden, (turns, turns))
-        # Several queries of a sequence share what they read of its keys.
-        one = run.batch
-        run.batch = replace(one, query_lens=(FEW,), cu_seqlens_q=one.cu_seqlens_q * FEW)
-        query = weight.new_zeros(FEW, m.indexer.n_heads, m.indexer.head_dim)
-        keys = run.step.layer(layer.index).rows(INDEX)
-        layer.select(run, hidden.expand(1, FEW, -1), query, keys)
+                run(topk + 1, 1, workspace, picked)
+        for tokens in (1, FEW):
+            for times in CHOICES:
+                run(times * topk + FEW, tokens, layer.workspace_bytes, {})
 
     def _run(self, device: DeviceStepLike, lens: RowLens) -> V32Run:
         query_lens, kv_lens = lens

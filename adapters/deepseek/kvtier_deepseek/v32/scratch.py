@@ -13,15 +13,15 @@ __all__ = ["Scratch"]
 
 @final
 class Scratch:
-    """A device step of one token, the last of ``length``, all of whose pages are the same one."""
+    """A device step of the last tokens of ``length``, all of whose pages are the same one."""
 
-    def __init__(self, layout: Layout, device: torch.device, length: int) -> None:
+    def __init__(self, layout: Layout, device: torch.device, length: int, tokens: int = 1) -> None:
         self._components: Mapping[str, Component] = {c.name: c for c in layout.components}
         self._device = device
         pages = -(-length // layout.page_tokens)
-        self.input_ids = torch.zeros(1, dtype=torch.int64, device=device)
-        self.positions = self.input_ids + (length - 1)
-        self.cu_seqlens_q = torch.arange(2, dtype=torch.int32, device=device)
+        self.input_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.positions = torch.arange(length - tokens, length, device=device)
+        self.cu_seqlens_q = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         self.kv_lens = torch.full((1,), length, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(1, pages, dtype=torch.int32, device=device)
         self.slot_mapping: Mapping[str, Tensor] = dict.fromkeys(self._components, self.input_ids)
