@@ -4,7 +4,8 @@ Queries that are few have their keys shared out among several programs; a second
 these found.  Of pages, the plan is that of ``triton_mla``, which merges too.  What runs on the
 device is in ``gluon_latent_attend``.
 
-Not yet run on a device, only compiled for it and followed on a CPU: taken when asked for by name.
+Right at what it has been run with on a device, and not measured at every size: taken when asked for
+by name, or where a table of times says so.
 """
 
 import torch

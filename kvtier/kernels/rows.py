@@ -274,7 +274,7 @@ ROWS: tuple[Row, ...] = (
         missing=flashinfer.missing,
     ),
     _reference("mla_absorbed", _DENSE, mla.absorbed),
-    # Not measured, nor run on a device.
+    # Not measured at every size.
     _gluon("mla_absorbed", "mla_fp8", ("latent", "absorbed"), _ABSORBED),
     _triton("mla_absorbed", "mla_fp8", ("mla", "absorbed"), _ABSORBED, _BF16, by_name=True),
     _reference("mla_absorbed", "mla_fp8", mla.absorbed, _ABSORBED),
