@@ -38,6 +38,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 SCAN = gl.constexpr(128)
 """Sequences looked at together when the work is cut up."""
 STAGES = gl.constexpr(3)
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""Renamed by triton 3.9."""
 HEADROOM = gl.constexpr(8.0)
 """By how many powers of two a score may exceed the reference."""
 
@@ -267,7 +269,7 @@ def _row_of(table, table_stride, pages_of, lengths, b, begin, end, at, stop):
 @gluon.jit
 def _fetch(keys, row, column, into, ready, BYTES: gl.constexpr, pred):
     mbarrier.expect(ready, BYTES, pred)
-    tma.async_copy_global_to_shared(keys, [row, column], ready, into, pred)
+    copy_tile(keys, [row, column], ready, into, pred)
 
 
 @gluon.jit

@@ -422,9 +422,13 @@ def test_what_is_kept_of_a_batch_goes_with_it(monkeypatch: pytest.MonkeyPatch) -
     assert kept.find(two, 1) is None and kept.get(two, 1, lambda: "e") == "e"
     monkeypatch.setattr(planned, "capturing", lambda: False)
     assert kept.find(two, 1) == "d" and len(kept) == 3
+    with monkeypatch.context() as other:
+        other.setattr(planned, "_capture", lambda: 77)
+        assert kept.find(two, 1) is None and kept.get(two, 1, lambda: "f") == "f"
+    assert kept.find(two, 1) == "d" and len(kept) == 4
     del one
     gc.collect()
-    assert len(kept) == 2 and kept.find(two, 1) == "d"
+    assert len(kept) == 3 and kept.find(two, 1) == "d"
     del two
     gc.collect()
     assert len(kept) == 0

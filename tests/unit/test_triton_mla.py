@@ -224,6 +224,25 @@ def test_a_captured_step_follows_the_lengths_on_the_device() -> None:
 
 
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_graphs_of_one_batch_stand_for_themselves() -> None:
+    case = Case([(1, 5000), (1, 70)], heads=16)
+    query = case.query.to(DEVICE)
+    case.run(query)
+    found = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = case.run(query)
+        found.append((graph, result))
+    del found[0], graph
+    overwritten = [torch.full((1 << 20,), 7, dtype=torch.int32, device=DEVICE) for _ in range(20)]
+    for _ in range(2):
+        found[0][0].replay()
+        case.check(*found[0][1])
+    assert all(each.eq(7).all() for each in overwritten)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_long_ragged_batches(heads: int) -> None:
     lengths = [(1, 5000), (2, 9001), (1, 0), (4, 64), (8, 777), (1, 20_000), *[(1, 300)] * 20]
