@@ -40,6 +40,8 @@ CHOICES = (1, 2, 4, 16)
 SPARSE, MATERIALISED = "mla_sparse", "mla_sparse_materialised"
 FEW = 32
 """Queries of one sequence that are more than a decode step has."""
+MANY = 513
+"""Queries that fill a device twice."""
 
 
 @final
@@ -110,9 +112,9 @@ class V32Family:
         for workspace in (layer.workspace_bytes, 0):  # with lists cut into parts, and whole
             for picked in variants_of(layer.kernels):
                 run(topk + 1, 1, workspace, picked)
-        for tokens in (1, FEW):
+        for tokens in (1, FEW, MANY):
             for times in CHOICES:
-                run(times * topk + FEW, tokens, layer.workspace_bytes, {})
+                run(times * topk + tokens, tokens, layer.workspace_bytes, {})
 
     def _run(self, device: DeviceStepLike, lens: RowLens) -> V32Run:
         query_lens, kv_lens = lens

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from types import MappingProxyType
 from typing import Any, cast, final
 
@@ -50,6 +51,10 @@ INDEX_FORMATS = {"fp8": "index_fp8", "mxfp4": "index_mxfp4", "fp32": "dense"}
 INDEX = "c4_index"
 FEW = 32
 """Queries of one sequence that are more than a decode step has."""
+MANY = 513
+"""Queries that fill a device twice."""
+CHOICES = (1, 16, 80)
+"""How many times as much as is chosen there may be, for each of which it is cut up differently."""
 SIZES = sorted({size for n in range(9) for size in (1 << n, (1 << n) + 1, 3 << n)})
 """Queries of a call, between which kernels cut lists into other numbers of parts."""
 
@@ -133,31 +138,33 @@ class V4Family:
             self._warm_index(layer)
 
     def _warm_index(self, layer: V4Attention) -> None:
-        """Choose for several queries of a sequence, which share what they read of its keys."""
+        """Choose for one query, some and many, from contexts that are cut in every way."""
         m: Any = layer.module
         indexer, name = m.compressor.indexer, "index_topk"
         kernels = [k for k in layer.kernels[name].variants if k.backend != "torch"]
-        pages = 4 * indexer.index_topk // self._layout.page_tokens + 1
-        scratch = Scratch(self._layout, m.sinks.device, pages)
-        one = self._run(scratch, ((1,), (scratch.length,)), None).batch
-        batch = replace(one, query_lens=(FEW,), cu_seqlens_q=one.cu_seqlens_q * FEW)
         record = layer.records[INDEX]
-        shape = FEW, indexer.num_heads, indexer.head_dim
-        query = m.q_a_proj.weight.new_zeros(shape)
-        turns = query.new_zeros(FEW, int(self._layout.meta["rope_dim"]) // 2)
-        weights = query.new_zeros(shape[:2], dtype=torch.float32)
-        query, weights = layer.kernels["index_query"].run(query, weights, turns, turns, record)
-        for kernel in kernels:
-            kernel.run(
-                query,
-                weights,
-                scratch.rows(INDEX),
-                batch,
-                ratio=4,
-                topk=indexer.index_topk,
-                record=record,
-                workspace_bytes=layer.workspace_bytes,
-            )
+        for tokens, times in product((1, FEW, MANY), CHOICES) if kernels else ():
+            pages = 4 * times * indexer.index_topk // self._layout.page_tokens + 1
+            scratch = Scratch(self._layout, m.sinks.device, pages)
+            one = self._run(scratch, ((1,), (scratch.length,)), None).batch
+            batch = replace(one, query_lens=(tokens,), cu_seqlens_q=one.cu_seqlens_q * tokens)
+            shape = tokens, indexer.num_heads, indexer.head_dim
+            query = m.q_a_proj.weight.new_zeros(shape)
+            turns = query.new_zeros(tokens, int(self._layout.meta["rope_dim"]) // 2)
+            weights = query.new_zeros(shape[:2], dtype=torch.float32)
+            query, weights = layer.kernels["index_query"].run(query, weights, turns, turns, record)
+            for kernel in kernels:
+                kernel.run(
+                    query,
+                    weights,
+                    scratch.rows(INDEX),
+                    batch,
+                    ratio=4,
+                    topk=indexer.index_topk,
+                    record=record,
+                    workspace_bytes=layer.workspace_bytes,
+                    slots=True,
+                )
 
     def _warm_sizes(self, layer: V4Attention) -> None:
         """Attention to nothing, by every kernel that may be picked."""
