@@ -154,8 +154,8 @@ class Cache:
 
         Idempotent, and nothing at all in a forked child.  A disk that hangs is not waited for
         (``CacheConfig.disk_stall_s``): a warning is logged, and the store stays open until the
-        process ends.  With leases outstanding it raises
-        LeaseError that lists them, after closing: nothing is leaked, and the bug is loud.
+        process ends.  With leases outstanding it raises LeaseError that lists them, after closing:
+        nothing is leaked, and the bug is loud.
         """
         if self._pump.closed or self._pump.foreign:
             return

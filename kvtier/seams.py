@@ -62,7 +62,8 @@ class Transfer(Protocol):
         """Finish what was started, then stop all threads.  Idempotent.
 
         One that reads from a store or writes to it should not wait for ever where that hangs: it
-        raises DiskHangs then, with everything else ended."""
+        raises DiskHangs then, with everything else ended.
+        """
 
 
 class DiskHangs(Exception):

@@ -4,8 +4,7 @@ Queries that are few have their keys shared out among several programs; a second
 these found.  Of pages, the plan is that of ``triton_mla``, which merges too.  What runs on the
 device is in ``gluon_latent_attend``.
 
-Right at what it has been run with on a device, and not measured at every size: taken when asked for
-by name, or where a table of times says so.
+Not measured at every size: taken when asked for by name, or where a table of times says so.
 """
 
 import torch

@@ -92,7 +92,8 @@ def sparse_attend(
     Pages begin at multiples of 16 bytes and have a power of two of slots.  Scales above 2^7 are
     taken as 2^7: rows hold values below 57,344.  Weights are rounded to bfloat16 before they meet
     the values; scores and sums are float32.  Asks the device nothing; slots past the pool count as
-    none.  Raises ValueError for other queries, records and pages.
+    none, and ``extra_lengths`` are not looked at.  Raises ValueError for other queries, records and
+    pages.
     """
     query, sink = adjacent(query), adjacent(sink)
     n, heads, _ = query.shape

@@ -75,7 +75,7 @@ def index_topk(
                 best.take(torch.where(entries < visible, scores, -torch.inf), entries)
             out[mine] = best.ascending(visible)
         begin += q_len
-    return chosen_slots(out, batch, None, ratio) if slots else out
+    return chosen_slots(out, batch, ratio) if slots else out
 
 
 def check_topk(topk: int) -> None:

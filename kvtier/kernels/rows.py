@@ -183,7 +183,7 @@ def _gluon(
     dims: frozenset[Dims],
     dtypes: frozenset[torch.dtype] = _BF16,
     *,
-    by_name: bool = True,
+    by_name: bool = False,
 ) -> Row:
     """``run``: a module's name behind "gluon_", and the function's."""
     module, name = run
@@ -234,7 +234,6 @@ def _pairs(
     plain: frozenset[Dims],
     *,
     more: frozenset[torch.dtype] = frozenset(),
-    by_name: bool = False,
 ) -> Iterator[Row]:
     """Triton's kernel and the reference, of each of these records.
 
@@ -244,7 +243,7 @@ def _pairs(
     for name in names:
         dim = records.RECORDS[name].dim
         dims = None if dim is None else frozenset({(dim,)})
-        yield _triton(operation, name, run, dims or plain, _SINGLES | more, by_name=by_name)
+        yield _triton(operation, name, run, dims or plain, _SINGLES | more)
         yield _reference(operation, name, reference, dims, _FLOATS | more)
 
 
@@ -275,27 +274,23 @@ ROWS: tuple[Row, ...] = (
     ),
     _reference("mla_absorbed", _DENSE, mla.absorbed),
     # Not measured at every size.
-    _gluon("mla_absorbed", "mla_fp8", ("latent", "absorbed"), _ABSORBED),
+    _gluon("mla_absorbed", "mla_fp8", ("latent", "absorbed"), _ABSORBED, by_name=True),
     _triton("mla_absorbed", "mla_fp8", ("mla", "absorbed"), _ABSORBED, _BF16, by_name=True),
     _reference("mla_absorbed", "mla_fp8", mla.absorbed, _ABSORBED),
     *(
         row
         for record, dtypes in zip(_LATENT_RECORDS, (_HALVES, _BF16), strict=True)
         for row in (
-            _gluon(
-                "mla_materialised",
-                record,
-                ("prefill", "materialised"),
-                _WHOLE,
-                dtypes,
-                by_name=False,
-            ),
+            _gluon("mla_materialised", record, ("prefill", "materialised"), _WHOLE, dtypes),
             _triton("mla_materialised", record, ("prefill", "materialised"), _WHOLE, dtypes),
             _reference("mla_materialised", record, prefill.materialised),
             _reference("mla_materialised_whole", record, prefill.materialised_sdpa, backend="sdpa"),
         )
     ),
-    *(_gluon("mla_sparse", name, ("latent", "mla_sparse"), _ABSORBED) for name in _LATENT_RECORDS),
+    *(
+        _gluon("mla_sparse", name, ("latent", "mla_sparse"), _ABSORBED, by_name=True)
+        for name in _LATENT_RECORDS
+    ),
     _triton("mla_sparse", _DENSE, ("mla_sparse", "mla_sparse"), _ABSORBED, _HALVES),
     _flashmla("mla_sparse", _DENSE, flashmla.mla_sparse, "sparse_prefill_fwd", _ABSORBED),
     _reference("mla_sparse", _DENSE, mla_sparse),
@@ -306,16 +301,7 @@ ROWS: tuple[Row, ...] = (
     _reference("mla_sparse_materialised", "mla_fp8", mla_sparse_materialised),
     _triton("sparse_attend", _DENSE, ("sparse", "sparse_attend"), _V4_ENTRY, _SINGLES),
     _reference("sparse_attend", _DENSE, sparse_attend),
-    Row(
-        "sparse_attend",
-        "v4_fp8",
-        "gluon",
-        _lazy("gluon_sparse", "sparse_attend"),
-        _V4_ENTRY,
-        _BF16,
-        _CUDA,
-        missing=_no_hopper,
-    ),
+    _gluon("sparse_attend", "v4_fp8", ("sparse", "sparse_attend"), _V4_ENTRY),
     _triton("sparse_attend", "v4_fp8", ("sparse", "sparse_attend"), _V4_ENTRY, _SINGLES),
     _flashmla("sparse_attend", "v4_fp8", flashmla.sparse_attend, "sparse_decode_fwd", _V4_ENTRY),
     _reference("sparse_attend", "v4_fp8", sparse_attend, _V4_ENTRY),

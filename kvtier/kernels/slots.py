@@ -51,18 +51,15 @@ def window_slots(
     return _table_slots(window_table, sequences, seen, slots_per_page, wanted)
 
 
-def c4_slots(entries: Tensor, batch: PagedBatch, sequences: Tensor | None = None) -> Tensor:
-    """Slots (n, k) int32 of C4 entry numbers (n, k); -1 stays -1.
-
-    ``sequences`` (n,) are those of ``token_positions``, for callers that have them already.
-    """
-    return chosen_slots(entries, batch, sequences, ratio=4)
+def c4_slots(entries: Tensor, batch: PagedBatch) -> Tensor:
+    """Slots (n, k) int32 of C4 entry numbers (n, k); -1 stays -1."""
+    return chosen_slots(entries, batch, ratio=4)
 
 
-def token_slots(positions: Tensor, batch: PagedBatch, sequences: Tensor | None = None) -> Tensor:
+def token_slots(positions: Tensor, batch: PagedBatch) -> Tensor:
     """Slots (n, k) int32 of the tokens at ``positions`` (n, k) of each query's own sequence, where
-    every token has one; -1 stays -1.  ``sequences`` as for ``c4_slots``."""
-    return chosen_slots(positions, batch, sequences, ratio=1)
+    every token has one; -1 stays -1."""
+    return chosen_slots(positions, batch, ratio=1)
 
 
 def c128_slots(batch: PagedBatch) -> Tensor:
@@ -95,11 +92,9 @@ def token_positions(batch: PagedBatch) -> tuple[Tensor, Tensor]:
     return sequences, tokens + (stops - query - offsets[:-1])[sequences]
 
 
-def chosen_slots(
-    entries: Tensor, batch: PagedBatch, sequences: Tensor | None, ratio: int
-) -> Tensor:
-    if sequences is None:
-        sequences, _ = token_positions(batch)
+def chosen_slots(entries: Tensor, batch: PagedBatch, ratio: int) -> Tensor:
+    """Slots (n, k) int32 of entries (n, k) of ``ratio`` tokens each; -1 stays -1."""
+    sequences, _ = token_positions(batch)
     per_page = batch.page_tokens // ratio
     numbers = entries.to(torch.int64)
     return _table_slots(batch.block_table, sequences, numbers, per_page, entries >= 0)

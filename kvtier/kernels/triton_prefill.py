@@ -40,7 +40,7 @@ class Shape:
 
 
 SHAPES = {16: Shape(64, 4, 3), 64: Shape(64, 4, 3), 128: Shape(64, 8, 3)}
-"""By queries of a tile.  Chosen from what a compiler says of them; not measured."""
+"""By queries of a tile.  Chosen from what a compiler says of them."""
 
 
 def materialised(
@@ -59,7 +59,7 @@ def materialised(
 
     Scores and sums are float32; weights are rounded to the queries' type before they meet the
     values.  A row whose page is missing from the block table comes out as NaN.  Raises ValueError
-    for other types.  Its speed on a GPU has not been measured.
+    for other types.
     """
     return chunked(query, rows, batch, project, dims, scale, workspace, record, meet)
 
