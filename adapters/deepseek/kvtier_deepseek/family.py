@@ -14,7 +14,21 @@ from torch import Tensor, nn
 from kvtier.kernels import Kernel, Load, PagedBatch
 from kvtier_deepseek.metadata import DeviceStepLike, StepLike
 
-__all__ = ["Family", "LayerAttention", "Run", "load_of", "variants_of", "without_reference"]
+__all__ = [
+    "FEW",
+    "MANY",
+    "Family",
+    "LayerAttention",
+    "Run",
+    "load_of",
+    "variants_of",
+    "without_reference",
+]
+
+FEW = 32
+"""Queries of one sequence that are more than a decode step has."""
+MANY = 513
+"""Queries that fill a device twice."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

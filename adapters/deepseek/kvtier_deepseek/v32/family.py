@@ -22,7 +22,7 @@ from kvtier.kernels import (
 from kvtier.layouts import Layout
 from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.errors import UnsupportedModel
-from kvtier_deepseek.family import variants_of, without_reference
+from kvtier_deepseek.family import FEW, MANY, variants_of, without_reference
 from kvtier_deepseek.metadata import DeviceStepLike, RowLens, StepLike, row_lens, validate_step
 from kvtier_deepseek.mla import structure as mla_structure
 from kvtier_deepseek.v32.attention import INDEX, LATENT, V32Attention, V32Run
@@ -38,10 +38,6 @@ PACKED = {LATENT: "mla_fp8", INDEX: "index_fp8"}
 CHOICES = (1, 2, 4, 16)
 """How many times as much as is chosen there may be, for each of which it is cut up differently."""
 SPARSE, MATERIALISED = "mla_sparse", "mla_sparse_materialised"
-FEW = 32
-"""Queries of one sequence that are more than a decode step has."""
-MANY = 513
-"""Queries that fill a device twice."""
 
 
 @final

@@ -26,7 +26,7 @@ from kvtier.kernels import (
 )
 from kvtier.layouts import Component, Layout
 from kvtier_deepseek.config import layout_for
-from kvtier_deepseek.family import variants_of
+from kvtier_deepseek.family import FEW, MANY, variants_of
 from kvtier_deepseek.fields import DRAFT_STATE
 from kvtier_deepseek.metadata import (
     DeviceStepLike,
@@ -49,10 +49,6 @@ NAME = "swa_c4_c128"
 FORMATS = {"fp8": "v4_fp8", "fp32": "dense"}
 INDEX_FORMATS = {"fp8": "index_fp8", "mxfp4": "index_mxfp4", "fp32": "dense"}
 INDEX = "c4_index"
-FEW = 32
-"""Queries of one sequence that are more than a decode step has."""
-MANY = 513
-"""Queries that fill a device twice."""
 CHOICES = (1, 16, 80)
 """How many times as much as is chosen there may be, for each of which it is cut up differently."""
 SIZES = sorted({size for n in range(9) for size in (1 << n, (1 << n) + 1, 3 << n)})
