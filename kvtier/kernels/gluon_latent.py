@@ -3,8 +3,6 @@
 Queries that are few have their keys shared out among several programs; a second launch joins what
 these found.  Of pages, the plan is that of ``triton_mla``, which merges too.  What runs on the
 device is in ``gluon_latent_attend``.
-
-Not measured at every size: taken when asked for by name, or where a table of times says so.
 """
 
 import torch

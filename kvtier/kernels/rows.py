@@ -158,8 +158,6 @@ def _triton(
     run: tuple[str, str],
     dims: frozenset[Dims],
     dtypes: frozenset[torch.dtype],
-    *,
-    by_name: bool = False,
 ) -> Row:
     """``run``: a module's name behind "triton_", and the function's."""
     module, name = run
@@ -171,7 +169,6 @@ def _triton(
         dims,
         dtypes,
         _CUDA,
-        by_name=by_name,
         missing=_no_triton,
     )
 
@@ -182,8 +179,6 @@ def _gluon(
     run: tuple[str, str],
     dims: frozenset[Dims],
     dtypes: frozenset[torch.dtype] = _BF16,
-    *,
-    by_name: bool = False,
 ) -> Row:
     """``run``: a module's name behind "gluon_", and the function's."""
     module, name = run
@@ -195,7 +190,6 @@ def _gluon(
         dims,
         dtypes,
         _CUDA,
-        by_name=by_name,
         missing=_no_hopper,
     )
 
@@ -273,9 +267,8 @@ ROWS: tuple[Row, ...] = (
         missing=flashinfer.missing,
     ),
     _reference("mla_absorbed", _DENSE, mla.absorbed),
-    # Not measured at every size.
-    _gluon("mla_absorbed", "mla_fp8", ("latent", "absorbed"), _ABSORBED, by_name=True),
-    _triton("mla_absorbed", "mla_fp8", ("mla", "absorbed"), _ABSORBED, _BF16, by_name=True),
+    _gluon("mla_absorbed", "mla_fp8", ("latent", "absorbed"), _ABSORBED),
+    _triton("mla_absorbed", "mla_fp8", ("mla", "absorbed"), _ABSORBED, _BF16),
     _reference("mla_absorbed", "mla_fp8", mla.absorbed, _ABSORBED),
     *(
         row
@@ -287,10 +280,7 @@ ROWS: tuple[Row, ...] = (
             _reference("mla_materialised_whole", record, prefill.materialised_sdpa, backend="sdpa"),
         )
     ),
-    *(
-        _gluon("mla_sparse", name, ("latent", "mla_sparse"), _ABSORBED, by_name=True)
-        for name in _LATENT_RECORDS
-    ),
+    *(_gluon("mla_sparse", name, ("latent", "mla_sparse"), _ABSORBED) for name in _LATENT_RECORDS),
     _triton("mla_sparse", _DENSE, ("mla_sparse", "mla_sparse"), _ABSORBED, _HALVES),
     _flashmla("mla_sparse", _DENSE, flashmla.mla_sparse, "sparse_prefill_fwd", _ABSORBED),
     _reference("mla_sparse", _DENSE, mla_sparse),

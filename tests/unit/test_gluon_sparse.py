@@ -113,7 +113,8 @@ class Case:
 def _moved(x: Tensor, device: str) -> Tensor:
     if device == "cpu" or x.is_contiguous():
         return x.to(device)
-    whole = x.as_strided((x.untyped_storage().nbytes(),), (1,), 0).to(device)
+    held = x.untyped_storage().nbytes() // x.element_size()
+    whole = x.as_strided((held,), (1,), 0).to(device)
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
