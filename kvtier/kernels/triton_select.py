@@ -199,7 +199,7 @@ def _smallest_chosen(value, topk):
 def _between(low, high, turn):
     """A score between, neither of which it is but perhaps the lower: half way as numbers, which is
     the shorter way for scores that lie near each other, and every third time half way among all
-    numbers there are, which is never a long one."""
+    numbers there are, which is never a long one.  So is it where one of them is no number."""
     half = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
     number = float_of(_reordered(low)) * 0.5 + float_of(_reordered(high)) * 0.5
     near = _reordered(bits_of(number))

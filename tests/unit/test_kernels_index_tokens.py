@@ -150,6 +150,8 @@ def test_more_than_a_kernel_chooses_is_refused() -> None:
         on_triton(*arguments, topk=16385, **options)
 
 
+# Between scores that are no numbers as floats the kernel takes the way that always leads on.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @given(data=st.data())
 @settings(max_examples=50 if GPU else 8, deadline=None)
 def test_any_scores_and_parts(data: st.DataObject) -> None:
