@@ -10,16 +10,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from kvtier.kernels import PagedBatch, triton_mla
+from tests.unit.sm90 import compiles_only
 
 HEADS = (16, 128)
 
@@ -53,21 +49,7 @@ def warnings(ptx: str) -> list[str]:
 
 
 def main() -> None:
-    driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-        )
-    )
-    compiled: list[Any] = []
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        compiled.append((self.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
-        return compiled[-1][1]
-
-    JITFunction.run = compile_only
+    compiled = compiles_only()
     triton_mla._for_hopper = lambda *args: True
     report = {}
     for heads in HEADS:

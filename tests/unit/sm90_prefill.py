@@ -7,18 +7,13 @@ the assembler warns of.  Run in a process of its own, without ``TRITON_INTERPRET
 
 import json
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from kvtier.kernels import HeadDims, Workspace, gluon_prefill
 from kvtier.kernels.prefill import Results
 from kvtier.kernels.prefill_plan import ENDS, Chunk, PrefillPlan, Span, Tile
-from tests.unit.sm90 import resources
+from tests.unit.sm90 import compiles_only, resources
 from tests.unit.sm90_mla import warnings
 
 
@@ -34,28 +29,14 @@ def attend(dtype: torch.dtype, heads: int) -> None:
 
 
 def main() -> None:
-    driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-        )
-    )
-    compiled: list[Any] = []
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
-        return compiled[-1]
-
-    JITFunction.run = compile_only
+    compiled = compiles_only()
     report = {}
     for dtype, heads in ((torch.bfloat16, 128), (torch.float16, 16)):
         attend(dtype, heads)
         report[f"{dtype} {heads}".removeprefix("torch.")] = {
-            **resources(compiled[-1].asm["cubin"]),
-            "shared": compiled[-1].metadata.shared,
-            "warnings": warnings(compiled[-1].asm["ptx"]),
+            **resources(compiled[-1][1].asm["cubin"]),
+            "shared": compiled[-1][1].metadata.shared,
+            "warnings": warnings(compiled[-1][1].asm["ptx"]),
         }
     json.dump(report, sys.stdout, indent=1)
 

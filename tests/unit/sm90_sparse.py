@@ -7,16 +7,11 @@ assembler warns of.  Run in a process of its own, without ``TRITON_INTERPRET``:
 
 import json
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from kvtier.kernels import RECORDS, gluon_sparse
-from tests.unit.sm90 import resources
+from tests.unit.sm90 import compiles_only, resources
 from tests.unit.sm90_mla import warnings
 
 QUERIES = {"whole": 128, "parts": 3}
@@ -39,21 +34,7 @@ def call(n: int) -> None:
 
 
 def main() -> None:
-    driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-        )
-    )
-    compiled: list[Any] = []
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        compiled.append((self.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
-        return compiled[-1][1]
-
-    JITFunction.run = compile_only
+    compiled = compiles_only()
     gluon_sparse._processors = lambda device: 132
     report = {}
     for label, n in QUERIES.items():
