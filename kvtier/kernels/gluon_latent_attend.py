@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kvtier.kernels.gluon_latent_keys import produce, shared_as
+from kvtier.kernels.gluon_parts import barriers, exp2
 
 __all__ = ["attend_lists", "attend_pages"]
 
@@ -53,19 +54,12 @@ def _soften(
     new_top = gl.maximum(top, gl.max(score, 1))
     # A row that has seen nothing yet subtracts 0, not -inf.
     base = gl.where(new_top == -float("inf"), 0.0, new_top)
-    shrink = _exp2(top - base)
-    p = _exp2(score - base[:, None])
+    shrink = exp2(top - base)
+    p = exp2(score - base[:, None])
     shrinks.store(shrink)
     share.store(p.to(gl.bfloat16))
     fence_async_shared()
     return new_top, weight * shrink + gl.sum(p, 1), shrink
-
-
-@gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -326,10 +320,10 @@ def _attend(
     bias = gl.allocate_shared_memory(gl.float32, [2, 64], plain)
     shrinks = gl.allocate_shared_memory(gl.float32, [2, 64], plain)
     finals = gl.allocate_shared_memory(gl.float32, [4, 64], plain)
-    ready = _barriers(2, 1)
-    free = _barriers(2, 2)
-    share_ready = _barriers(2, 1)
-    final_ready = _barriers(4, 1)
+    ready = barriers(2, 1)
+    free = barriers(2, 2)
+    share_ready = barriers(2, 1)
+    final_ready = barriers(4, 1)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -360,14 +354,6 @@ def _attend(
         [4, 4],
         [160, 136],
     )  # fmt: skip
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made
 
 
 @gluon.jit(

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kvtier.kernels.gluon_parts import barriers
 from kvtier.kernels.mla import PagedBatch
 
 __all__ = ["KEYS", "TILE", "attend"]
@@ -380,13 +381,13 @@ def _attend(
     q_rope = gl.allocate_shared_memory(dtype, [64, 64], narrow.layout)
     shrinks = gl.allocate_shared_memory(gl.float32, [2, 64], plain)
     finals = gl.allocate_shared_memory(gl.float32, [4, 64], plain)
-    left_ready = _barriers(STAGES, 1)
-    right_ready = _barriers(STAGES, 1)
-    rope_ready = _barriers(2, 1)
-    share_ready = _barriers(2, 1)
-    share_free = _barriers(2, 2)
-    scored = _barriers(2, 1)
-    final_ready = _barriers(4, 1)
+    left_ready = barriers(STAGES, 1)
+    right_ready = barriers(STAGES, 1)
+    rope_ready = barriers(2, 1)
+    share_ready = barriers(2, 1)
+    share_free = barriers(2, 2)
+    scored = barriers(2, 1)
+    final_ready = barriers(4, 1)
     fence_async_shared()
     at, stop, quota, b, begin = _cut(lengths, sequences, least)
     gl.warp_specialize(
@@ -420,11 +421,3 @@ def _attend(
         [4, 4],
         [168, 160],
     )  # fmt: skip
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kvtier.kernels import triton_prefill
+from kvtier.kernels.gluon_parts import barriers
 from kvtier.kernels.mla import HeadDims, PagedBatch
 from kvtier.kernels.prefill import DENSE, Project, Results, Workspace
 from kvtier.kernels.prefill_plan import Chunk, PrefillPlan
@@ -318,11 +319,11 @@ def _attend(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, 128], up.layout)
     r_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, 64], latent.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, 128], up.layout)
-    k_ready = _barriers(STAGES, 1)
-    v_ready = _barriers(STAGES, 1)
-    k_free = _barriers(STAGES, 2)
-    v_free = _barriers(STAGES, 2)
-    clean = _barriers(1, 1)
+    k_ready = barriers(STAGES, 1)
+    v_ready = barriers(STAGES, 1)
+    k_free = barriers(STAGES, 2)
+    v_free = barriers(STAGES, 2)
+    clean = barriers(1, 1)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -355,11 +356,3 @@ def _attend(
         [4, 1],
         [240, 24],
     )  # fmt: skip
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made

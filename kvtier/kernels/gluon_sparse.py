@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kvtier.config import parse_bytes
+from kvtier.kernels.gluon_parts import exp2
 from kvtier.kernels.records import Record
 from kvtier.kernels.triton_sparse import DIM, check_lists, join, splits_of
 from kvtier.kernels.triton_write import adjacent, pool_of
@@ -251,21 +252,14 @@ def _soften(score, scale, bias, top, weight, share, shrinks, passed, taken, phas
     new_top = gl.maximum(top, gl.max(score, 1))
     # A row that has seen nothing yet subtracts 0, not -inf.
     base = gl.where(new_top == -float("inf"), 0.0, new_top)
-    shrink = _exp2(top - base)
-    p = _exp2(score - base[:, None])
+    shrink = exp2(top - base)
+    p = exp2(score - base[:, None])
     mbarrier.wait(taken, phase)
     share.store(p.to(gl.bfloat16))
     shrinks.store(shrink)
     fence_async_shared()
     mbarrier.arrive(passed, count=1)
     return new_top, weight * shrink + gl.sum(p, 1), shrink
-
-
-@gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
