@@ -5,7 +5,7 @@ are larger than a GPU's L2 cache, and calls on them: of a backend of the kernel 
 FlashMLA's function alone, whose schedule is made once as it would be for all layers of a step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.harness import Param
 from kvtier.kernels import RECORDS, Case, PagedBatch, Record, select, write_records
 
-__all__ = ["PAGE", "PARTS", "Call", "Part", "Shape", "Work"]
+__all__ = ["PAGE", "PARTS", "Call", "Part", "Shape", "Work", "paged_batch"]
 
 PAGE = 64
 ROTATE_BYTES = 256 << 20
@@ -115,6 +115,24 @@ class Part:
 # ------------------------------------------------------------------ pages of random rows
 
 
+def paged_batch(lengths: Sequence[tuple[int, int]], page_tokens: int, device: str) -> PagedBatch:
+    """Sequences of (new tokens, keys), these among them, with their pages in no order."""
+    queries, keys = ([pair[i] for pair in lengths] for i in (0, 1))
+    pages = [-(-kv // page_tokens) for kv in keys]
+    order = torch.randperm(sum(pages), device=device, dtype=torch.int32)
+    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32, device=device)
+    for row, mine in zip(table, torch.split(order, pages), strict=True):
+        row[: len(mine)] = mine
+    return PagedBatch(
+        query_lens=tuple(queries),
+        kv_lens=tuple(keys),
+        block_table=table,
+        cu_seqlens_q=torch.tensor([0, *queries], device=device).cumsum(0).to(torch.int32),
+        kv_lens_device=torch.tensor(keys, dtype=torch.int32, device=device),
+        page_tokens=page_tokens,
+    )
+
+
 def _pages(record: Record, slots: int, device: str) -> Tensor:
     """Pages of ``PAGE`` slots: rows of noise, the same few of them again and again."""
     if not record.planes:
@@ -153,7 +171,7 @@ def _scheduled(call: Callable[..., Any], *before: Any, behind: tuple[Any, ...] =
 
 def _whole(part: Part, shape: Shape, device: str, bare: bool) -> Work:
     """Layers of a step: rows of their own, the step's lengths and pages."""
-    batch = _batch(shape, device)
+    batch = paged_batch([(shape.queries, kv) for kv in shape.kv_lens], PAGE, device)
     slots = sum(-(-kv // PAGE) for kv in shape.kv_lens) * PAGE
     count = part.sets(shape, device)
     queries = [
@@ -185,23 +203,6 @@ def _whole(part: Part, shape: Shape, device: str, bare: bool) -> Work:
             for q, rows in zip(queries, pools, strict=True)
         ]
     return work
-
-
-def _batch(shape: Shape, device: str) -> PagedBatch:
-    pages = [-(-kv // PAGE) for kv in shape.kv_lens]
-    order = torch.randperm(sum(pages), device=device, dtype=torch.int32)
-    table = torch.zeros(shape.batch, max(pages), dtype=torch.int32, device=device)
-    for b, part in enumerate(torch.split(order, pages)):
-        table[b, : pages[b]] = part
-    queries = (shape.queries,) * shape.batch
-    return PagedBatch(
-        query_lens=queries,
-        kv_lens=tuple(shape.kv_lens),
-        block_table=table,
-        cu_seqlens_q=torch.tensor([0, *queries], device=device).cumsum(0).to(torch.int32),
-        kv_lens_device=torch.tensor(shape.kv_lens, dtype=torch.int32, device=device),
-        page_tokens=PAGE,
-    )
 
 
 # ------------------------------------------------------------------ attention to lists

@@ -7,22 +7,20 @@ rows at once, and the baseline.  Six parts, each a generator of ``Result``, in t
 ``kernels``   attention to one chunk alone, beside torch's own on the same keys and values
 ``backends``  all that run the operation here, beside each other and beside dense attention in
               float32: what the kernel table picks by (``write_table``)
-``forms``     the absorbed form beside the materialised one, by new tokens
 ``mixed``     a step behind one long context and many short ones: time and peak memory by workspace
-``contexts``  the same behind contexts of one length
+``forms``     the absorbed form beside the materialised one, by new tokens
+``contexts``  as ``mixed``, behind contexts of one length
 ``prompts``   a prompt fed in pieces, or all at once: time in all, and how long a decode row waits
               that is in the same step as the last piece
 
-On a GPU with the sizes of DeepSeek-V3; without one with toy sizes, by the reference.
+On a GPU with the sizes of DeepSeek-V3; without one with toy sizes, by the reference.  Sizes and
+tensors are in ``prefill_parts``.
 """
 
 import argparse
-import itertools
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,22 +29,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.attention_parts import Part, Shape, Work
 from benchmarks.bench_attention import TABLE, Timed, write_times
 from benchmarks.harness import Param, Result, meta, summarise, write
-from kvtier.kernels import (
-    Case,
-    HeadDims,
-    PagedBatch,
-    Workspace,
-    row_bytes,
-    select,
-    select_all,
-)
+from benchmarks.memory import Peak
+from benchmarks.prefill_parts import GPU, TOY, Layer, Sizes
+from kvtier.kernels import Workspace, row_bytes
 
-__all__ = ["GPU", "TOY", "Sizes", "main", "run", "timed"]
+__all__ = ["main", "run", "timed"]
 
 WHOLE_BYTES = 90 << 30
 """A workspace for everything at once may take so much of a GPU."""
@@ -54,96 +45,6 @@ LONG_MS = 400
 """Calls that have taken so long together are enough."""
 MANY_KEYS = 1 << 20
 """Of a step: in a small workspace it takes seconds, and shows what fewer keys have shown."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """What is measured."""
-
-    dims: HeadDims
-    dtype: torch.dtype
-    device: str
-    backends: tuple[str, ...]
-    """The first is what everything but ``kernels`` and ``backends`` is measured with."""
-    page: int
-    workspaces: tuple[int, ...]
-    """Rows."""
-    tokens: int
-    """New ones of a step, of all its sequences."""
-    contexts: tuple[int, ...]
-    batches: tuple[int, ...]
-    long: int
-    short: tuple[int, int]
-    """Contexts of a mixed step: one of ``long``, 31 between these."""
-    prompts: tuple[int, ...]
-    pieces: tuple[int, ...]
-    queries: tuple[int, ...]
-    behind: int
-    """New tokens, and the context before them, of which the forms are compared."""
-    loads: tuple[tuple[int, int, int], ...]
-    """Sequences, new tokens of each, keys of each: what backends are compared at."""
-    repeats: int
-
-    @property
-    def backend(self) -> str:
-        return self.backends[0]
-
-    def quick(self) -> "Sizes":
-        """A third of it, with the extremes."""
-        ends = {
-            name: (getattr(self, name)[0], getattr(self, name)[-1])
-            for name in ("contexts", "batches", "prompts", "pieces")
-        }
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        fewer = {"queries": self.queries[::3], "loads": self.loads[::2], "repeats": 3}
-        return Sizes(**{**fields, **ends, **fewer})
-
-
-GPU = Sizes(
-    dims=HeadDims(heads=128, latent=512, rope=64, nope=128, value=128),
-    dtype=torch.bfloat16,
-    device="cuda",
-    backends=("gluon", "triton"),
-    page=64,
-    workspaces=(1024, 4096, 8192, 32768),
-    tokens=2048,
-    contexts=(1024, 4096, 16384, 65536, 131072),
-    batches=(1, 4, 8, 32),
-    long=60_000,
-    short=(100, 1000),
-    prompts=(8192, 32768, 131072),
-    pieces=(512, 2048, 8192),
-    queries=(16, 32, 64, 96, 128, 192, 256, 384, 512, 1024),
-    behind=8192,
-    loads=(
-        (1, 8192, 8192),
-        (1, 2048, 2048),
-        (1, 512, 16384),
-        (32, 64, 4096),
-        (8, 256, 8192),
-        (1, 2048, 131072),
-    ),
-    repeats=7,
-)
-TOY = Sizes(
-    dims=HeadDims(heads=2, latent=16, rope=4, nope=8, value=8),
-    dtype=torch.float32,
-    device="cpu",
-    backends=("torch",),
-    page=16,
-    workspaces=(32, 128),
-    tokens=32,
-    contexts=(64, 256),
-    batches=(1, 4),
-    long=600,
-    short=(1, 10),
-    prompts=(64, 192),
-    pieces=(16, 32),
-    queries=(1, 4, 16, 64),
-    behind=64,
-    loads=((1, 32, 64), (4, 8, 16)),
-    repeats=3,
-)
 
 
 def run(
@@ -283,7 +184,7 @@ def _by_workspace(
 
 
 def _prompt(sizes: Sizes, prompt: int) -> Iterator[Result]:
-    decode = Decode(sizes, prompt)
+    decode = Layer(sizes, [(1, prompt + 1)]).absorbed
     decode()  # may compile
     alone = statistics.median(timed(decode, sizes, warm=True))
     base: tuple[float, float] | None = None
@@ -440,118 +341,6 @@ def _torch_times(
     return found
 
 
-class Layer:
-    """One call's tensors: queries, rows in scattered pages, and the projection."""
-
-    def __init__(
-        self, sizes: Sizes, lengths: Sequence[tuple[int, int]], backend: str | None = None
-    ) -> None:
-        d = self._dims = sizes.dims
-        self._sizes = sizes
-        like: dict[str, Any] = {"dtype": sizes.dtype, "device": sizes.device}
-        self.batch = _batch(lengths, sizes)
-        pages = int(self.batch.block_table.max()) + 1
-        self.padded = pages * sizes.page
-        self.rows = torch.randn(self.padded, d.latent + d.rope, **like)
-        self.query = torch.randn(sum(self.batch.query_lens), d.heads, d.nope + d.rope, **like)
-        self.weight = torch.randn(d.heads * (d.nope + d.value), d.latent, **like)
-        self.weight *= d.latent**-0.5
-        self.project: Callable[[Tensor, Tensor], object] = self._project
-        self.choose(backend or sizes.backend)
-
-    def choose(self, backend: str) -> None:
-        """From here on by this backend.  Raises ConfigError where it is not available."""
-        d, sizes = self._dims, self._sizes
-        self._materialised = select(
-            Case(
-                "mla_materialised", "dense", (d.nope + d.rope, d.value), sizes.dtype, sizes.device
-            ),
-            backend=backend,
-        )
-        latent = (d.latent + d.rope, d.latent)
-        case = Case("mla_absorbed", "dense", latent, sizes.dtype, sizes.device)
-        self._absorbed = select_all({"absorbed": case})["absorbed"]
-
-    def error(self, out: Tensor) -> float:
-        """Of some queries and heads, against dense attention in float32, by the largest value."""
-        d, batch = self._dims, self.batch
-        worst, largest = 0.0, 1e-6
-        offsets = [0, *itertools.accumulate(batch.query_lens)]
-        for b in {0, len(batch.query_lens) - 1}:
-            n, kv = batch.query_lens[b], batch.kv_lens[b]
-            slots = batch.block_table[b, : -(-kv // batch.page_tokens)].long()
-            page = torch.arange(batch.page_tokens, device=slots.device)
-            latent = self.rows[(slots[:, None] * batch.page_tokens + page).flatten()[:kv]].float()
-            for h in {0, d.heads - 1}:
-                weight = self.weight.view(d.heads, d.nope + d.value, d.latent)[h]
-                up = (latent[:, : d.latent] @ weight.float().t()).to(out.dtype).float()
-                for i in {0, n // 2, n - 1}:
-                    seen = kv - n + i + 1
-                    query = self.query[offsets[b] + i, h].float()
-                    keys = torch.cat((up[:seen, : d.nope], latent[:seen, d.latent :]), -1)
-                    want = (keys @ query * 0.1).softmax(0) @ up[:seen, d.nope :]
-                    worst = max(worst, float((out[offsets[b] + i, h] - want).abs().max()))
-                    largest = max(largest, float(want.abs().max()))
-        return worst / largest
-
-    def workspace(self, rows: int) -> Workspace:
-        return Workspace.allocate(rows, self._dims, self._sizes.dtype, self._sizes.device)
-
-    def _project(self, latent: Tensor, out: Tensor) -> None:
-        torch.mm(latent, self.weight.t(), out=out.flatten(1))
-
-    def __call__(self, workspace: Workspace) -> Tensor:
-        """(n, heads, value)"""
-        out: Tensor
-        out, _ = self._materialised.run(
-            self.query,
-            self.rows,
-            self.batch,
-            self.project,
-            dims=self._dims,
-            scale=0.1,
-            workspace=workspace,
-        )
-        return out
-
-    def absorbed(self) -> Tensor:
-        """The same by the other form, into latent space and out of it."""
-        d = self._dims
-        per_head = self.weight.view(d.heads, d.nope + d.value, d.latent)
-        key_up, value_up = torch.split(per_head, [d.nope, d.value], dim=1)
-        latent = torch.einsum("nhp,hpl->nhl", self.query[..., : d.nope], key_up)
-        query = torch.cat((latent, self.query[..., d.nope :]), -1)
-        out, _ = self._absorbed.run(query, self.rows, self.batch, latent_dim=d.latent, scale=0.1)
-        return torch.einsum("nhl,hvl->nhv", out, value_up)
-
-
-class Decode:
-    """A decode row in the absorbed form, behind a context."""
-
-    def __init__(self, sizes: Sizes, context: int) -> None:
-        self._layer = Layer(sizes, [(1, context + 1)])
-
-    def __call__(self) -> Tensor:
-        return self._layer.absorbed()
-
-
-def _batch(lengths: Sequence[tuple[int, int]], sizes: Sizes) -> PagedBatch:
-    needed = [-(-kv // sizes.page) for _, kv in lengths]
-    order = torch.randperm(sum(needed), dtype=torch.int32)
-    table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
-    for row, pages in zip(table, torch.split(order, needed), strict=True):
-        row[: len(pages)] = pages
-    queries = [q for q, _ in lengths]
-    return PagedBatch(
-        query_lens=tuple(queries),
-        kv_lens=tuple(kv for _, kv in lengths),
-        block_table=table.to(sizes.device),
-        cu_seqlens_q=torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(sizes.device),
-        kv_lens_device=torch.tensor([kv for _, kv in lengths], dtype=torch.int32).to(sizes.device),
-        page_tokens=sizes.page,
-    )
-
-
 def timed(call: Callable[[], object], sizes: Sizes, *, warm: bool = False) -> list[float]:
     """Milliseconds of up to ``repeats`` calls, after one if it is not ``warm`` yet; of long ones
     the first has to do."""
@@ -571,64 +360,6 @@ def _milliseconds(call: Callable[[], object], sizes: Sizes) -> float:
     if sizes.device == "cuda":
         torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - began)
-
-
-class Peak:
-    """The most bytes that were held at once beyond those before, of tensors made meanwhile."""
-
-    def __init__(self, device: str) -> None:
-        self.bytes = 0
-        self._cpu = _Live() if device == "cpu" else None
-        self._before = 0
-
-    def __enter__(self) -> "Peak":
-        if self._cpu is not None:
-            self._cpu.__enter__()  # type: ignore[no-untyped-call]
-        else:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._cpu is not None:
-            self._cpu.__exit__(*exc)  # type: ignore[no-untyped-call]
-            self.bytes = self._cpu.peak
-        else:
-            torch.cuda.synchronize()
-            self.bytes = torch.cuda.max_memory_allocated() - self._before
-
-
-class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What the CPU's allocator does not count."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = self._bytes = 0
-        self._users: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {a.untyped_storage()._cdata for a in args if isinstance(a, Tensor)}
-        for out in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(out, Tensor):
-                storage = out.untyped_storage()
-                if storage._cdata in self._users or storage._cdata not in given:
-                    self._hold(out, storage._cdata, storage.nbytes())
-        return result
-
-    def _hold(self, tensor: Tensor, storage: int, size: int) -> None:
-        if not self._users.get(storage):
-            self._bytes += size
-            self.peak = max(self.peak, self._bytes)
-        self._users[storage] = self._users.get(storage, 0) + 1
-        weakref.finalize(tensor, self._drop, storage, size).atexit = False
-
-    def _drop(self, storage: int, size: int) -> None:
-        self._users[storage] -= 1
-        if not self._users[storage]:
-            del self._users[storage]
-            self._bytes -= size
 
 
 def _show(result: Result) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import bench_prefill
-from benchmarks.bench_prefill import TOY, Layer
 from benchmarks.harness import read
+from benchmarks.prefill_parts import TOY, Layer
 from kvtier.kernels import Workspace
 
 SMALL = replace(
@@ -64,12 +64,12 @@ def test_files_are_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_is_wrong_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = bench_prefill.Layer.__call__
+    right = Layer.__call__
 
     def wrong(self: Layer, workspace: Workspace) -> torch.Tensor:
         return right(self, workspace) * 1.1
 
-    monkeypatch.setattr(bench_prefill.Layer, "__call__", wrong)
+    monkeypatch.setattr(Layer, "__call__", wrong)
     table = tmp_path / "table.json"
     bench_prefill.run(True, SMALL, table)
     (case,) = json.loads(table.read_text())["cases"]
@@ -82,7 +82,7 @@ def test_a_case_that_fails_is_told_and_left_out(
     def broken(*_: object) -> None:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(bench_prefill.Layer, "absorbed", broken)
+    monkeypatch.setattr(Layer, "absorbed", broken)
     names = {r.name for r in bench_prefill.run(True, SMALL)}
     assert names == {"chunk_ms", "chunk_mb", "attend_ms", "materialised_us"}
     assert "forms: RuntimeError: no room" in capsys.readouterr().out
