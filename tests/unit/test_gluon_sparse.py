@@ -16,7 +16,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kvtier.kernels import RECORDS, gluon_sparse, read_records, sparse_attend, write_records
+from kvtier.kernels import (
+    RECORDS,
+    gluon_sparse,
+    gluon_sparse_attend,
+    read_records,
+    sparse_attend,
+    write_records,
+)
 from kvtier.kernels.triton_sparse import MOST_SPLITS, splits_of
 from tests.unit import gluon_twin
 
@@ -32,7 +39,8 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     if not GPU:
-        monkeypatch.setattr(gluon_sparse, "_attend", gluon_twin.Launched(gluon_sparse, "_attend"))
+        launched = gluon_twin.Launched(gluon_sparse_attend, "attend")
+        monkeypatch.setattr(gluon_sparse, "attend", launched)
         monkeypatch.setattr(gluon_sparse, "_processors", lambda device: 132)
     yield
     torch.set_num_threads(threads)
@@ -253,7 +261,7 @@ def test_the_workspace_bounds_the_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_every_code_at_every_scale() -> None:
     """Unpacked values are exactly the reference's, up to a scale of 2^7; that is the largest."""
-    names = gluon_twin.names_of(gluon_sparse)
+    names = gluon_twin.names_of(gluon_sparse_attend)
     codes = torch.arange(256, dtype=torch.uint8).repeat(2)[:448]
     codes[codes & 0x7F == 0x7F] = 0  # NaN, which no writer leaves
     records = codes.repeat(256, 1)
@@ -338,9 +346,9 @@ def test_it_compiles_as_it_was_meant_to() -> None:
     )
     report = json.loads(done.stdout)
     for name in ("whole", "parts"):
-        attend = report[f"_attend {name}"]
+        found = report[f"attend {name}"]
         # Scores before and in the loop; values of one group in it and after it, of the other in it.
-        assert attend["products"] == 2 * 32 + 3 * 4
-        assert attend["warnings"] == []
-        assert attend["spilled"] <= 64
-        assert attend["shared"] <= 227 * 1024
+        assert found["products"] == 2 * 32 + 3 * 4
+        assert found["warnings"] == []
+        assert found["spilled"] <= 64
+        assert found["shared"] <= 227 * 1024
