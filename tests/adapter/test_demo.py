@@ -3,12 +3,14 @@
 import dataclasses
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvtier import Tier
+from kvtier.cli_doctor import OPTIONAL
 from kvtier_deepseek import Generation, demo
 
 
@@ -19,6 +21,14 @@ def test_the_passages_are_the_whole_book_in_order() -> None:
     assert len(book) > 6000
     assert book.startswith("Alice was beginning to get very tired")
     assert max(map(len, passages)) < 2 * min(map(len, passages))
+
+
+def test_without_transformers_it_advises_what_doctor_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError) as raised:
+        demo.make_model("v3")
+    _, install = OPTIONAL["transformers"]
+    assert str(raised.value).endswith(f": {install}")
 
 
 @pytest.mark.parametrize("arch", ["v2", "v3", "v32", "v4"])

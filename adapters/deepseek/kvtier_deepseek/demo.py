@@ -223,7 +223,7 @@ def make_model(arch: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("the demo needs transformers: pip install transformers") from error
+        raise ImportError("the demo needs transformers: pip install 'kvtier[deepseek]'") from error
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(SEED)
     model: Any
