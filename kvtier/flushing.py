@@ -82,12 +82,12 @@ class Flushing:
     def _save(
         self, store: Store, ticks: Sequence[tuple[bytes, int]], future: "Future[None]"
     ) -> None:
-        error: BaseException | None = None
         try:
             store.touch(ticks)
-        except Exception as failed:  # noqa: BLE001 - whatever it is, the future carries it
-            error = failed
-        settle(future, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the future carries it
+            settle(future, error)
+        else:
+            settle(future, None)
 
 
 def settle(future: "Future[None]", error: BaseException | None) -> None:
