@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# compute-sanitizer over the triton kernels: reads and writes out of bounds (memcheck), hazards in
-# shared memory (racecheck), barriers that some threads miss (synccheck), reads of what nothing
-# has written (initcheck).  All tools at once, each over a part of the GPU tests, for at most
+# compute-sanitizer over the kernels in triton and gluon: reads and writes out of bounds (memcheck),
+# hazards in shared memory (racecheck), barriers that some threads miss (synccheck), reads of what
+# nothing has written (initcheck).  All tools at once, each over a part of the GPU tests, for at most
 # SECONDS; first the tests alone, so that what is timed is not the compiler.
 #
 #     scripts/sanitize.sh [SECONDS] [OUT.json]
@@ -21,8 +21,8 @@ trap 'rm -rf "$logs"' EXIT
 
 conformance=tests/unit/test_kernels_conformance.py
 pack=tests/unit/test_triton_pack.py
-every='triton and bfloat16-cuda'
-shared='triton and bfloat16-cuda and (mla_absorbed or sparse or index_topk or compress)'
+every='(triton or gluon) and bfloat16-cuda'
+shared='(triton or gluon) and bfloat16-cuda and (mla or sparse or index_topk or compress)'
 small='one_launch'
 
 test_command() { # files... -- expression

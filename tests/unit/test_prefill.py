@@ -588,7 +588,9 @@ def test_one_long_context_and_many_short_ones(
     case = MlaCase(lengths, dims=RELEASED, dtype=dtype, page=64, device="cuda")
     out, lse = case.run("materialised", max_rows=rows, kernel=kernel)
     assert max(case.projected) <= rows and lse is not None
-    expected, expected_lse = whole_by_torch(case, slice(None))
+    # Few heads at a time: their scores alone would take 2 GB.
+    parts = [whole_by_torch(case, slice(at, at + 4)) for at in range(0, RELEASED.heads, 4)]
+    expected, expected_lse = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     scale = expected.abs().amax(-1)
     error = (out.float() - expected).abs().amax(-1) / scale
     assert error.max().item() <= (1.5e-2 if dtype == torch.bfloat16 else 2e-3)
