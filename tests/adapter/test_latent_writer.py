@@ -90,3 +90,19 @@ def test_the_same_pages_and_logits(kind: str, request: pytest.FixtureRequest) ->
     assert all(map(torch.equal, own_pages, pages)) and own_pages
     assert names - own_names == kernels - own_kernels == {"write_latent"}
     assert own_names - names == own_kernels - kernels == {writes}
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_where_rows_come_rotated_decoding_needs_no_kernel_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier_deepseek.mla.structure.latent_rope", lambda *_: None)
+    dense = dict.fromkeys(("record", "index_record"), "dense")
+    for model, options, writes in (
+        (tiny_model("v3"), {}, "write_rows"),
+        (new_model(), dense, "write_record latent"),
+    ):
+        layout = layout_for(model.config, page_tokens=8, dtype=torch.float32, **options)
+        with open_cache(model, layout=layout) as cache, attach(model, cache) as adapter:
+            names = {name for name in adapter._family.decoding if name.startswith("write")}
+        assert names - {"write_record index"} == {writes}

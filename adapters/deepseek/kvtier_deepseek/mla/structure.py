@@ -129,8 +129,7 @@ def written_order(model: nn.Module, rotation: Rotation, rope_dim: int) -> str:
     Rotates a first unit vector at position 1 and looks where its pair's other half comes out.
     Raises UnsupportedModel where there is no ``rotary_emb`` or the result is neither.
     """
-    rotary = next((m for n, m in model.named_modules() if n.endswith("rotary_emb")), None)
-    if rotary is None:
+    if (rotary := _rotary(model)) is None:
         raise UnsupportedModel("the model has no submodule rotary_emb")
     reference = next(model.parameters())
     probe = torch.zeros(1, 1, 1, rope_dim, dtype=torch.float32, device=reference.device)
@@ -154,8 +153,7 @@ def latent_rope(
     Tried on random rows of ``dtype`` at some positions, on the model's device.  None: none of them
     does, or the model turns rows by something other than cosines and sines.
     """
-    rotary = next((m for n, m in model.named_modules() if n.endswith("rotary_emb")), None)
-    if rotary is None:
+    if (rotary := _rotary(model)) is None:
         return None
     device, n, width = next(model.parameters()).device, 16, dims.latent + dims.rope
     rows = torch.randn(n, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -174,6 +172,11 @@ def latent_rope(
             if torch.equal(got, expected):
                 return kind
     return None
+
+
+def _rotary(model: nn.Module) -> nn.Module | None:
+    """What makes the embeddings that the model hands to its attention."""
+    return next((m for name, m in model.named_modules() if name.endswith("rotary_emb")), None)
 
 
 def plain_weight(linear: nn.Module, shape: tuple[int, int]) -> Tensor | None:

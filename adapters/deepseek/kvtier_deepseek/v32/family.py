@@ -62,11 +62,10 @@ class V32Family:
         for layer in self._layers:
             if not layer.absorbs:
                 raise ConfigError(f"layer {layer.index}: its kv_b_proj cannot be absorbed")
-        kernels = self._layers[0].kernels
-        unused = {MATERIALISED}
-        if self._layers[0].latent_rope is not None:
-            unused.add(f"write_record {LATENT}")
-        return {name: kernel for name, kernel in kernels.items() if name not in unused}
+        layer = self._layers[0]
+        other = "write_latent" if layer.latent_rope is None else f"write_record {LATENT}"
+        unused = MATERIALISED, other
+        return {name: kernel for name, kernel in layer.kernels.items() if name not in unused}
 
     def check_step(self, step: StepLike, device: DeviceStepLike) -> None:
         for c in self._layout.components:

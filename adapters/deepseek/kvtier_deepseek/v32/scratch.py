@@ -15,7 +15,7 @@ __all__ = ["Scratch"]
 class Scratch:
     """A device step of the last tokens of ``length``, all of whose pages are the same one."""
 
-    def __init__(self, layout: Layout, device: torch.device, length: int, tokens: int = 1) -> None:
+    def __init__(self, layout: Layout, device: torch.device, length: int, tokens: int) -> None:
         self._components: Mapping[str, Component] = {c.name: c for c in layout.components}
         self._device = device
         pages = -(-length // layout.page_tokens)
