@@ -20,7 +20,7 @@ tensors are in ``prefill_parts``.
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,14 @@ from benchmarks.memory import Peak
 from benchmarks.prefill_parts import GPU, TOY, Layer, Sizes
 from kvtier.kernels import Workspace, row_bytes
 
-__all__ = ["main", "run", "timed"]
+__all__ = ["in_turn", "main", "run", "timed"]
 
 WHOLE_BYTES = 90 << 30
 """A workspace for everything at once may take so much of a GPU."""
 LONG_MS = 400
 """Calls that have taken so long together are enough."""
+HEAD_START = 2_000_000
+"""Cycles, about a millisecond, that the host has to launch a call's kernels."""
 MANY_KEYS = 1 << 20
 """Of a step: in a small workspace it takes seconds, and shows what fewer keys have shown."""
 
@@ -231,15 +233,14 @@ def _forms(sizes: Sizes, queries: int, context: int) -> Iterator[Result]:
     rows = min(sizes.workspaces[-2], layer.padded)
     workspace = layer.workspace(rows)
     params: dict[str, Param] = {"queries": queries, "context": context}
-    samples: dict[str, Callable[[], object]] = {
+    calls: dict[str, Callable[[], object]] = {
         "absorbed": layer.absorbed,
         "materialised": partial(layer, workspace),
     }
     base = None
-    for form, call in samples.items():
-        call()  # may compile
-        took = [1e3 * ms for ms in timed(call, sizes, warm=True)]
-        result = summarise("form_us", took, unit="us", params={**params, "form": form})
+    for form, took in in_turn(calls, sizes).items():
+        spent = [1e3 * ms for ms in took]
+        result = summarise("form_us", spent, unit="us", params={**params, "form": form})
         yield result.against(base)
         base = result.median
 
@@ -254,16 +255,14 @@ def _kernels(sizes: Sizes, queries: int, keys: int, causal: bool) -> Iterator[Re
     workspace = layer.workspace(layer.padded)
     workspace.latent.normal_()
     workspace.projected.normal_()
-    base = _torch_times(sizes, layer.query, workspace, queries, context)
-    found = dict(base)
-    for backend in sizes.backends:
-        layer.choose(backend)
-        layer.project = lambda latent, out: None
-        found[backend] = timed(partial(layer, workspace), sizes)
-    for name, samples in found.items():
+    layer.project = lambda latent, out: None
+    torchs = _torch_calls(sizes, layer.query, workspace, queries, context)
+    ours = {backend: partial(_by, layer, backend, workspace) for backend in sizes.backends}
+    took = in_turn({**torchs, **ours}, sizes)
+    fastest = min((statistics.median(took[name]) for name in torchs), default=None)
+    for name, samples in took.items():
         result = summarise("attend_ms", samples, unit="ms", params={**params, "backend": name})
-        if name in sizes.backends and base:
-            fastest = min(statistics.median(times) for times in base.values())
+        if name in ours:
             result = result.against(fastest)
         print(f"{name}: {flops / result.median / 1e9:.0f} TFLOP/s", flush=True)
         yield result
@@ -276,18 +275,17 @@ def _backends(
     layer = Layer(sizes, [(queries, keys)] * batch)
     rows = min(sizes.workspaces[-2], layer.padded)
     workspace = layer.workspace(rows)
-    samples: dict[str, list[float]] = {}
+    calls: dict[str, Callable[[], object]] = {}
     errors: dict[str, float] = {}
     for backend in sizes.backends:
         try:
-            layer.choose(backend)
-            errors[backend] = layer.error(layer(workspace))
-            samples[backend] = [
-                1e3 * ms for ms in timed(partial(layer, workspace), sizes, warm=True)
-            ]
+            errors[backend] = layer.error(_by(layer, backend, workspace))
+            calls[backend] = partial(_by, layer, backend, workspace)
         except Exception as error:  # noqa: BLE001  the others are still wanted
             print(f"{backend}: {type(error).__name__}: {error}", flush=True)
             errors[backend] = float("inf")
+    took = in_turn(calls, sizes)
+    samples = {backend: [1e3 * ms for ms in some] for backend, some in took.items()}
     shape = Shape(batch, sizes.dims.heads, keys, queries)
     compared.append(Timed(part, shape, samples, errors))
     base = None
@@ -301,13 +299,18 @@ def _backends(
         base = base or result.median
 
 
+def _by(layer: Layer, backend: str, workspace: Workspace) -> Tensor:
+    layer.choose(backend)
+    return layer(workspace)
+
+
 def _no_work(*_: object) -> Work:
     raise NotImplementedError
 
 
-def _torch_times(
+def _torch_calls(
     sizes: Sizes, query: Tensor, workspace: Workspace, queries: int, context: int
-) -> dict[str, list[float]]:
+) -> dict[str, Callable[[], object]]:
     """By each of torch's kernels that takes these: keys joined, values padded to their width."""
     d = sizes.dims
     keys = queries + context
@@ -315,7 +318,7 @@ def _torch_times(
     rope = workspace.latent[:keys, d.latent :].expand(1, d.heads, -1, -1)
     k, v = torch.cat((up[..., : d.nope], rope), -1), up[..., d.nope :].contiguous()
     q = query.transpose(0, 1)[None].contiguous()
-    found = {}
+    found: dict[str, Callable[[], object]] = {}
     ways: dict[str, tuple[SDPBackend, Tensor]] = {
         "flash": (SDPBackend.FLASH_ATTENTION, pad(v, (0, d.nope + d.rope - d.value))),
         "cudnn": (SDPBackend.CUDNN_ATTENTION, v),
@@ -335,7 +338,7 @@ def _torch_times(
 
         try:
             call()  # cuDNN may look for its kernel, for longer than it then runs
-            found[name] = timed(call, sizes, warm=True)
+            found[name] = call
         except RuntimeError as error:
             print(f"{name}: {str(error).splitlines()[0]}", flush=True)
     return found
@@ -352,14 +355,32 @@ def timed(call: Callable[[], object], sizes: Sizes, *, warm: bool = False) -> li
     return samples
 
 
+def in_turn(calls: Mapping[str, Callable[[], object]], sizes: Sizes) -> dict[str, list[float]]:
+    """Milliseconds of each, as ``timed``: after one call of each, all take turns, so that a device
+    that grows hot or slow does so for all of them."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(sizes.repeats):
+        for name, call in calls.items():
+            if not samples[name] or sum(samples[name]) < LONG_MS:
+                samples[name].append(_milliseconds(call, sizes))
+    return samples
+
+
 def _milliseconds(call: Callable[[], object], sizes: Sizes) -> float:
-    if sizes.device == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
+    """Of the device, which begins when the host has said all that is to be done."""
+    if sizes.device != "cuda":
+        began = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - began)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
+    begin.record()
     call()
-    if sizes.device == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
 
 
 def _show(result: Result) -> None:

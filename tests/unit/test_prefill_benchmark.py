@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,14 @@ def test_a_long_call_is_made_less_often(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(samples) == 9 and len(calls) == 1 + 10
     samples = bench_prefill.timed(lambda: calls.append(1), replace(TOY, repeats=2), warm=True)
     assert len(samples) == 2 and len(calls) == 1 + 10 + 2
+
+
+def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    both = {name: partial(calls.append, name) for name in "ab"}
+    samples = bench_prefill.in_turn(both, replace(TOY, repeats=3))
+    assert calls == list("ab" * 4) and [len(samples[name]) for name in "ab"] == [3, 3]
+    calls.clear()
+    monkeypatch.setattr(bench_prefill, "LONG_MS", -1)
+    samples = bench_prefill.in_turn(both, replace(TOY, repeats=3))
+    assert calls == list("ab" * 2) and [len(samples[name]) for name in "ab"] == [1, 1]
