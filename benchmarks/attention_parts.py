@@ -291,14 +291,26 @@ _DENSE = (
     Shape(64, 128, 16384),
     Shape(128, 128, 4096, queries=2),
 )
+_MOST_ROWS = 1 << 20
 _DENSE_SWEEP = (
-    *(Shape(b, h, 4096) for b in (1, 4, 16, 64, 256) for h in (16, 64, 128)),
-    *(Shape(1, h, k) for k in (1024, 32768, 131072) for h in (16, 64)),
-    *(Shape(16, 128, k) for k in (1024, 16384, 65536)),
+    *(
+        Shape(b, h, k)
+        for b in (1, 4, 16, 64, 256)
+        for k in (1024, 4096, 16384, 65536, 131072)
+        for h in (16, 64, 128)
+        if b * k <= _MOST_ROWS and Shape(b, h, k) not in _DENSE
+    ),
     *(Shape(b, h, 8192, ragged=True) for b in (8, 64) for h in (16, 128)),
     *(Shape(8, 16, 8192, queries=q) for q in (2, 4, 8)),
+    *(Shape(32, 128, 4096, queries=q) for q in (2, 4)),
 )
-_PACKED = tuple(s for s in _DENSE if s.keys < 131072 and s.batch * s.keys < 1 << 20)
+_PACKED = tuple(s for s in _DENSE if s.keys < 131072 and s.batch * s.keys < _MOST_ROWS)
+_PACKED_SWEEP = (
+    *(Shape(b, h, k) for b, k in ((1, 1024), (4, 16384), (64, 4096)) for h in (16, 64, 128)),
+    *(Shape(64, h, 8192, ragged=True) for h in (16, 128)),
+    Shape(1, 128, 131072),
+    Shape(8, 16, 8192, queries=4),
+)
 _V4 = (
     *(Shape(b, 64, 128, extra=512) for b in (1, 32, 128, 256)),
     Shape(128, 128, 128, extra=1024),
@@ -321,14 +333,21 @@ PARTS: Mapping[str, Part] = {
         "mla_decode_us", "mla_absorbed", "dense", (576, 512), _whole, 1152, _DENSE, _DENSE_SWEEP
     ),
     "packed": Part(
-        "mla_fp8_decode_us", "mla_absorbed", "mla_fp8", (576, 512), _whole, 656, _PACKED, ()
+        "mla_fp8_decode_us",
+        "mla_absorbed",
+        "mla_fp8",
+        (576, 512),
+        _whole,
+        656,
+        _PACKED,
+        _PACKED_SWEEP,
     ),
     "v4": Part("v4_sparse_us", "sparse_attend", "v4_fp8", (512,), _v4, 584, _V4, _V4_SWEEP),
     "window": Part(
         "mla_swa_us", "mla_sparse", "mla_fp8", (576, 512), _listed, 656, _SWA, _SWA_SWEEP
     ),
     "window_dense": Part(
-        "mla_swa_dense_us", "mla_sparse", "dense", (576, 512), _listed, 1152, _SWA[::2], ()
+        "mla_swa_dense_us", "mla_sparse", "dense", (576, 512), _listed, 1152, _SWA, _SWA_SWEEP[-4:]
     ),
 }
 """``dense`` and ``packed``: absorbed MLA decode.  ``v4``: V4's sparse decode.  ``window`` and

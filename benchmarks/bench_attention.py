@@ -160,7 +160,7 @@ def _measure(part: Part, shape: Shape, device: str, bare: bool, turns: int) -> T
             print(f"{part.result} {shape} {backend}: {_first_line(error)}", flush=True)
             errors[backend] = float("inf")
     del expected
-    timer = _replayed if device == "cuda" else _called
+    timer = replayed if device == "cuda" else called
     return Timed(part, shape, timer(contenders, turns), errors)
 
 
@@ -188,7 +188,7 @@ def _error(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> flo
     return float((out - right).abs().max() / right.abs().max().clamp_min(1e-6))
 
 
-def _replayed(contenders: Mapping[str, list[Call]], turns: int) -> dict[str, list[float]]:
+def replayed(contenders: Mapping[str, list[Call]], turns: int) -> dict[str, list[float]]:
     """Microseconds a call of each contender: graphs over all its calls, replayed in turn."""
     graphs, rounds = {}, {}
     for name, calls in contenders.items():
@@ -219,7 +219,7 @@ def _elapsed(call: Call) -> float:
     return float(begin.elapsed_time(end)) * 1e3
 
 
-def _called(contenders: Mapping[str, list[Call]], turns: int) -> dict[str, list[float]]:
+def called(contenders: Mapping[str, list[Call]], turns: int) -> dict[str, list[float]]:
     """The same without a device to replay on."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns):
