@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Param
+from benchmarks.harness import Param, Result
 from kvtier.kernels import RECORDS, Case, PagedBatch, Record, select, write_records
 
-__all__ = ["PAGE", "PARTS", "Call", "Part", "Shape", "Work", "paged_batch"]
+__all__ = ["PAGE", "PARTS", "Call", "Part", "Shape", "Work", "paged_batch", "targets"]
 
 PAGE = 64
 ROTATE_BYTES = 256 << 20
@@ -352,3 +352,13 @@ PARTS: Mapping[str, Part] = {
 }
 """``dense`` and ``packed``: absorbed MLA decode.  ``v4``: V4's sparse decode.  ``window`` and
 ``window_dense``: latent rows that each query lists, as MLA_SWA and V3.2 have them."""
+
+
+def targets(result: Result) -> bool:
+    """Whether a result is of a size that there are targets for, not of the sweeps."""
+    size = {name: value for name, value in result.params.items() if name != "backend"}
+    return any(
+        part.result == result.name and shape.params == size
+        for part in PARTS.values()
+        for shape in part.targets
+    )

@@ -6,6 +6,7 @@ written, and the exit status is 1 if the document is out of date.
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.attention_parts import targets  # noqa: E402
 from benchmarks.harness import Result, read, table  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "performance.md"
@@ -96,11 +98,13 @@ def by_prefix(results: Sequence[Result]) -> str:
 
 
 def by_backend(results: Sequence[Result]) -> str:
-    """One table a kind of attention, one row a size: microseconds of each backend, and how many
-    times as fast as the baseline that is."""
+    """One table a kind of attention, one row a size that there are targets for: microseconds of
+    each backend, and how many times as fast as the baseline that is.  Below, how that is in the
+    sweep."""
     told = []
     for name in dict.fromkeys(r.name for r in results):
-        found = [r for r in results if r.name == name]
+        every = [r for r in results if r.name == name]
+        found = [r for r in every if targets(r)]
         backends = list(dict.fromkeys(str(r.params["backend"]) for r in found))
         cells = {(_work(r), r.params["backend"]): _beside(r) for r in found}
         base = {_work(r): f"{r.baseline:.3g}" for r in found if r.baseline is not None}
@@ -114,7 +118,24 @@ def by_backend(results: Sequence[Result]) -> str:
         ]
         header = ["batch", "heads", "keys", *(["FlashMLA"] if base else []), *backends]
         told.append(f"`{name}`:\n\n{table(lines, header)}")
+        told += _swept([r for r in every if not targets(r)])
     return "\n\n".join(told)
+
+
+def _swept(results: Sequence[Result]) -> list[str]:
+    """A sentence, where something was swept beside a baseline."""
+    ratios: dict[str, list[float]] = {}
+    for r in results:
+        if r.ratio is not None:
+            ratios.setdefault(str(r.params["backend"]), []).append(r.ratio)
+    each = ", ".join(
+        f"{name} {min(some):.2f} to {max(some):.2f}, median {statistics.median(some):.2f}"
+        for name, some in ratios.items()
+    )
+    sizes = len({_work(r) for r in results})
+    return (
+        [f"{sizes} more sizes, as speed of FlashMLA where it takes them: {each}."] if each else []
+    )
 
 
 WORK = {"batch", "heads", "keys", "queries", "ragged", "backend"}
