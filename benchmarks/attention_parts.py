@@ -2,11 +2,12 @@
 
 A part is one operation on one record.  For a size it makes several sets of inputs, which together
 are larger than a GPU's L2 cache, and calls on them: of a backend of the kernel table, and of
-FlashMLA's function alone, whose schedule is made once as it would be for all layers of a step.
+FlashMLA's function alone, whose schedule is made once as it would be for all layers of a step, and
+likewise of FlashInfer's, which plans on the host.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Param, Result
-from kvtier.kernels import RECORDS, Case, PagedBatch, Record, select, write_records
+from kvtier.kernels import RECORDS, Case, PagedBatch, Record, flashinfer, select, write_records
 
 __all__ = ["PAGE", "PARTS", "Call", "Part", "Shape", "Work", "paged_batch", "targets"]
 
@@ -70,6 +71,9 @@ class Work:
     """By backend of the table."""
     bare: list[Call] = field(default_factory=list)
     """FlashMLA's function alone; empty where it is not there."""
+    planned: Callable[[], list[Call]] | None = None
+    """Makes a plan with FlashInfer, for these very lengths, and answers with calls of its kernels;
+    None where they are not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +187,16 @@ def _whole(part: Part, shape: Shape, device: str, bare: bool) -> Work:
     def kernel(backend: str) -> list[Call]:
         run = select(part.case(device), backend=backend).outputs
         run = partial(run, latent_dim=512, scale=SCALE)
-        return [partial(run, q, rows, batch) for q, rows in zip(queries, pools, strict=True)]
+        step = replace(batch)  # what is made of a batch is made anew
+        return [partial(run, q, rows, step) for q, rows in zip(queries, pools, strict=True)]
+
+    def planned() -> list[Call]:
+        made = flashinfer.plan(batch, shape.heads, torch.bfloat16, scale=SCALE)
+        return [partial(made.run, q, rows) for q, rows in zip(queries, pools, strict=True)]
 
     work = Work(kernel)
+    if not part.of.planes and not flashinfer.missing():
+        work.planned = planned
     if bare and not part.of.planes:
         decode: Any = torch.ops._flashmla_C.dense_decode_fwd
         work.bare = [

@@ -9,6 +9,10 @@ FlashMLA is an installed one, or the extension that vLLM's wheel carries: ``flas
 of its library.  It is there twice: *bare*, its function alone with the schedule made outside the
 graph, which is the baseline; and as a backend of the kernel table, with all that a call of it does.
 
+FlashInfer plans each batch on the host, so no graph can hold it whose lengths change.  It is there
+twice too: *bare*, its kernels in a graph under a plan that was made outside and is right for these
+lengths alone; and as a backend, called without a graph, a plan for each step of as many layers.
+
 With ``write_table`` the times go where the library picks its kernels by, see
 ``kvtier.kernels.measured``.  Without a GPU only toy sizes of the reference are of use, and tested.
 """
@@ -16,9 +20,9 @@ With ``write_table`` the times go where the library picks its kernels by, see
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,9 @@ from kvtier.kernels import flashmla as backend_flashmla
 __all__ = ["Timed", "main", "measure", "planned", "run", "write_times"]
 
 BARE = "flashmla (bare)"
+PLANNED = "flashinfer (bare)"
+HOST_PLANNED = "flashinfer"
+"""The backend that is called outside graphs."""
 TABLE = Path(__file__).parents[1] / "kvtier" / "kernels" / "measured_h200.json"
 BOUND = 8e-3
 """Largest error of an output, by the largest value there is in the reference's."""
@@ -147,31 +154,43 @@ def _measure(part: Part, shape: Shape, device: str, bare: bool, turns: int) -> T
     torch.manual_seed(0)
     work = part.make(part, shape, device, bare)
     expected = work.kernel("torch")[0]()
+    makers: dict[str, Callable[[], list[Call]]] = {
+        name: partial(work.kernel, name) for name in _backends(part, device)
+    }
+    if work.planned is not None:
+        makers[PLANNED] = work.planned
     contenders: dict[str, list[Call]] = {}
     errors = {}
     if work.bare:
         contenders[BARE] = work.bare
-    for backend in _backends(part, device):
+    for name, make in makers.items():
         try:
-            calls = work.kernel(backend)
-            errors[backend] = _error(calls[0](), expected)
-            contenders[backend] = calls
+            calls = make()
+            errors[name] = _error(calls[0](), expected)
+            contenders[name] = calls
         except Exception as error:  # noqa: BLE001  nor one backend the others
-            print(f"{part.result} {shape} {backend}: {_first_line(error)}", flush=True)
-            errors[backend] = float("inf")
+            print(f"{part.result} {shape} {name}: {_first_line(error)}", flush=True)
+            errors[name] = float("inf")
     del expected
-    timer = replayed if device == "cuda" else called
-    return Timed(part, shape, timer(contenders, turns), errors)
+    if device != "cuda":
+        return Timed(part, shape, called(contenders, turns), errors)
+    uncaptured = contenders.pop(HOST_PLANNED, None)
+    samples = replayed(contenders, turns)
+    if uncaptured is not None:
+        samples[HOST_PLANNED] = _stepped(makers[HOST_PLANNED], turns)
+    return Timed(part, shape, samples, errors)
 
 
 def _backends(part: Part, device: str) -> list[str]:
-    """Those that may be captured and are here."""
+    """Those that are here and may be captured, or plan on the host."""
     for each in choices(device):
         if (each["operation"], each["record"]) == (part.operation, part.record):
             case, here = part.case(device), each["available"]
             if device == "cpu":  # where nothing is captured
                 return list(here)
-            return [name for name in here if select(case, backend=name).captures]
+            return [
+                name for name in here if name == HOST_PLANNED or select(case, backend=name).captures
+            ]
     return []
 
 
@@ -192,9 +211,7 @@ def replayed(contenders: Mapping[str, list[Call]], turns: int) -> dict[str, list
     """Microseconds a call of each contender: graphs over all its calls, replayed in turn."""
     graphs, rounds = {}, {}
     for name, calls in contenders.items():
-        calls[0]()
-        took = _elapsed(calls[1])
-        rounds[name] = max(1, round(min(LAYERS, GRAPH_US / took) / len(calls)))
+        rounds[name] = _rounds(calls)
         torch.cuda.synchronize()
         graphs[name] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[name]):
@@ -207,6 +224,28 @@ def replayed(contenders: Mapping[str, list[Call]], turns: int) -> dict[str, list
             if turn:
                 times[name].append(used / rounds[name] / len(contenders[name]))
     return times
+
+
+def _stepped(make: Callable[[], list[Call]], turns: int) -> list[float]:
+    """Microseconds a call of one contender outside a graph, in steps of as many calls as a graph
+    has; whatever is made for a step is made in it."""
+    rounds = _rounds(make())
+    times = []
+    for _ in range(turns + 1):
+        calls = make() * rounds
+
+        def step(calls: list[Call] = calls) -> None:
+            for call in calls:
+                call()
+
+        times.append(_elapsed(step) / len(calls))
+    return times[1:]
+
+
+def _rounds(calls: list[Call]) -> int:
+    """How often all calls are made in a graph."""
+    calls[0]()
+    return max(1, round(min(LAYERS, GRAPH_US / _elapsed(calls[1])) / len(calls)))
 
 
 def _elapsed(call: Call) -> float:
@@ -292,7 +331,8 @@ def _names(case: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _case_of(part: Part, found: Sequence[Timed]) -> dict[str, Any]:
-    backends = list(dict.fromkeys(name for timed in found for name in timed.errors))
+    names = dict.fromkeys(name for timed in found for name in timed.errors)
+    backends = [name for name in names if name != PLANNED]
     right = [b for b in backends if all(timed.errors.get(b, 0) <= BOUND for timed in found)]
     rows = []
     for timed in found:

@@ -1,15 +1,18 @@
 """FlashInfer's absorbed attention behind the call of the table, where it is installed.
 
 It plans each batch on the host, from lengths that are exact then: a captured graph, whose lengths
-change, cannot hold it.  Its log-sum-exp is in base 2 and becomes natural here.  Results are within
-rounding of the reference, as FlashMLA's are.  Has not been measured: taken by name only.
+change, cannot hold it.  Results are within rounding of the reference, as FlashMLA's are.
+
+Its kernels see too few keys where the heads of two queries share a tile and several queries of a
+sequence are attended to at once; that happens to head counts that are no power of two, and more
+than 128 of them.  There each query is planned as a sequence by itself.
 """
 
 import importlib
 import importlib.util
-import threading
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -20,25 +23,19 @@ from kvtier.errors import ConfigError
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.planned import PerBatch, capturing
 
-__all__ = ["absorbed", "missing"]
+__all__ = ["Plan", "absorbed", "missing", "plan"]
 
 LATENT, ROPE = 512, 64
-LEAST_WORKSPACE = 128 << 20
-"""What FlashInfer recommends for the parts of a split."""
+SCRATCH = 128 << 20
+"""Bytes for the parts of a split, as FlashInfer recommends."""
+WHOLE_TILES = frozenset({1, 2, 4, 8, 16, 32, 64, 128})
+"""Heads whose queries begin where its tiles of 64 or 128 rows do."""
 LN2 = 0.6931471805599453
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-
-@dataclass(slots=True, eq=False)
-class _Planner(threading.local):
-    """FlashInfer's object of this thread, which holds the plan of one batch at a time."""
-
-    wrapper: Any = None
-    device: torch.device | None = None
-    planned: object = None
-
-
-_planner = _Planner()
-_plans: PerBatch[object] = PerBatch()
+_floats: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
+"""Scratch by device and stream, as long as there are plans that use it."""
+_plans: PerBatch["Plan"] = PerBatch()
 
 
 def missing() -> str:
@@ -62,85 +59,139 @@ def absorbed(
     """``kvtier.kernels.absorbed`` for rows of 512 + 64 values in the query's type, bfloat16 or
     float16.
 
-    The plan of a batch is made by its first layer; lengths are those on the host.  Scratch is at
-    least 128 MiB.  Raises ConfigError while a graph is being captured, and ValueError for other
-    widths and types.
+    The plan of a batch is made by its first layer; lengths are those on the host.  Scratch is 128
+    MiB a stream and 8 MiB a batch, whatever ``workspace_bytes`` says.  Raises ConfigError while a
+    graph is being captured, and ValueError for other widths and types, and where a batch is more
+    than FlashInfer plans for.
     """
     if capturing():
         raise ConfigError("flashinfer plans on the host: a captured graph cannot hold it")
-    n, heads, width = query.shape
+    parse_bytes(workspace_bytes, "workspace_bytes")
+    width = query.shape[2]
     if latent_dim != LATENT or width != LATENT + ROPE or rows.shape[-1] != width:
         raise ValueError(f"query width {width}, row width {rows.shape[-1]}, {latent_dim=}")
     if query.dtype != rows.dtype:
         raise ValueError(f"rows of {rows.dtype}, queries of {query.dtype}")
-    out = query.new_zeros(n, heads, LATENT)
-    lse = torch.full((n, heads), -torch.inf, dtype=torch.float32, device=query.device)
-    seen = [b for b, kv in enumerate(batch.kv_lens) if kv and batch.query_lens[b]]
-    if not seen or not heads:
+    heads, dtype = query.shape[1], query.dtype
+    key = (heads, scale, dtype, _stream(query.device))
+    return _plans.get(batch, key, lambda: plan(batch, heads, dtype, scale=scale)).run(query, rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What FlashInfer made of one batch, on the host, for all layers: for lengths and pages as they
+    were then.  A graph may hold calls of it as long as these stay."""
+
+    page_tokens: int
+    tokens: Tensor | None
+    """(tokens with keys,) int64 on the device; None: all of them."""
+    wrapper: Any
+    """FlashInfer's object; None where no token has keys."""
+    inputs_by_name: bool
+    """What its version of ``run`` takes: pairs of tensors by name, or four tensors."""
+
+    def run(self, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and natural log-sum-exps of ``absorbed``, for one layer's queries and rows."""
+        n, heads = query.shape[:2]
+        if self.wrapper is not None and self.tokens is None:
+            return self._attend(query, rows)
+        out = query.new_zeros(n, heads, LATENT)
+        lse = torch.full((n, heads), -torch.inf, dtype=torch.float32, device=query.device)
+        if self.wrapper is not None:
+            out[self.tokens], lse[self.tokens] = self._attend(query[self.tokens], rows)
         return out, lse
-    key = (heads, scale, query.dtype)
-    plan = _plans.get(batch, key, object)
-    if _planner.planned is not plan or _planner.device != query.device:
-        _make_plan(query, batch, seen, scale, parse_bytes(workspace_bytes, "workspace_bytes"))
-        _planner.planned = plan
-    row = rows.stride(0)
-    shape = (rows.shape[0] // batch.page_tokens, batch.page_tokens, width)
-    pages = rows.as_strided(shape, (batch.page_tokens * row, row, 1))
-    whole = len(seen) == len(batch.kv_lens)
-    mine = slice(None) if whole else _tokens_of(batch, seen).to(query.device)
-    some = query if whole else query[mine]
-    found, sums = _planner.wrapper.run(
-        some[..., :LATENT],
-        some[..., LATENT:],
-        pages[..., :LATENT],
-        pages[..., LATENT:],
-        return_lse=True,
-    )
-    out[mine], lse[mine] = found, sums * LN2
-    return out, lse
+
+    def _attend(self, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        row, width = rows.stride(0), query.shape[2]
+        shape = (rows.shape[0] // self.page_tokens, self.page_tokens, width)
+        pages = rows.as_strided(shape, (self.page_tokens * row, row, 1))
+        queries = query[..., :LATENT], query[..., LATENT:]
+        keys = pages[..., :LATENT], pages[..., LATENT:]
+        run = self.wrapper.run
+        if self.inputs_by_name:
+            found: tuple[Tensor, Tensor] = run(
+                query=queries, kv_cache=keys, return_lse=True, return_lse_base_on_e=True
+            )
+            return found
+        out, sums = run(*queries, *keys, return_lse=True)
+        return out, sums * LN2
 
 
-def _make_plan(
-    query: Tensor, batch: PagedBatch, seen: list[int], scale: float, workspace: int
-) -> None:
-    """Plan the sequences that have keys; lengths come from the host, so nothing waits."""
-    if _planner.wrapper is None or _planner.device != query.device:
-        module = importlib.import_module("flashinfer.mla")
-        scratch = torch.empty(
-            max(workspace, LEAST_WORKSPACE), dtype=torch.uint8, device=query.device
-        )
-        _planner.wrapper = module.BatchMLAPagedAttentionWrapper(scratch)
-        _planner.device = query.device
-    queries = np.array([batch.query_lens[b] for b in seen])
-    lengths = np.array([batch.kv_lens[b] for b in seen])
+def plan(batch: PagedBatch, heads: int, dtype: torch.dtype, *, scale: float) -> Plan:
+    """Plan a batch on its device, for the current stream.  Lengths come from the host; with
+    versions that have no ``MLAPlanMetadata`` it waits for the device all the same.
+
+    Raises ValueError where a batch is more than FlashInfer plans for.
+    """
+    sequences, queries, lengths, tokens = _attended(batch, heads)
+    device = batch.block_table.device
+    mine = None
+    if len(tokens) < sum(batch.query_lens):
+        mine = torch.from_numpy(tokens).to(device)
+    if not len(sequences) or not heads:
+        return Plan(batch.page_tokens, mine, None, False)
     pages = -(-lengths // batch.page_tokens)
-    columns = batch.block_table.shape[1]
-    entries = np.concatenate(
-        [b * columns + np.arange(count) for b, count in zip(seen, pages, strict=True)]
-    )
-    table = batch.block_table.reshape(-1)[torch.from_numpy(entries).to(query.device)]
-    _planner.wrapper.plan(
-        _offsets(queries),
-        _offsets(pages),
-        table,
-        torch.from_numpy(lengths.astype(np.int32)),
-        query.shape[1],
-        LATENT,
-        ROPE,
-        batch.page_tokens,
-        True,
-        scale,
-        query.dtype,
-        query.dtype,
-    )
+    begins = sequences * batch.block_table.shape[1] - (pages.cumsum() - pages)
+    entries = np.repeat(begins, pages) + np.arange(pages.sum())
+    metadata = {
+        "qo_indptr": _offsets(queries),
+        "kv_indptr": _offsets(pages),
+        "kv_indices": batch.block_table.reshape(-1)[torch.from_numpy(entries).to(device)],
+        "kv_len_arr": torch.from_numpy(lengths.astype(np.int32)),
+    }
+    common = {
+        "num_heads": heads,
+        "head_dim_ckv": LATENT,
+        "head_dim_kpe": ROPE,
+        "page_size": batch.page_tokens,
+        "causal": bool((queries > 1).any()),
+        "sm_scale": scale,
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
+    }
+    module = importlib.import_module("flashinfer.mla")
+    wrapper = module.BatchMLAPagedAttentionWrapper(_scratch(device))
+    described = getattr(module, "MLAPlanMetadata", None)
+    if described is not None:
+        told = {"metadata": described.csr(**metadata), "lse_mode": "basee"}
+        layouts = {"query_layout": "split", "kv_cache_layout": "split"}
+        wrapper.plan(**told, **layouts, **common)
+    else:
+        wrapper.plan(**metadata, **common)
+        if device.type == "cuda":  # what it copies from may be written to by the next plan
+            torch.cuda.current_stream(device).synchronize()
+    return Plan(batch.page_tokens, mine, wrapper, described is not None)
 
 
-def _offsets(counts: np.ndarray[Any, Any]) -> Tensor:
+def _attended(batch: PagedBatch, heads: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """What is planned as sequences: of each, which of the batch's it is, its queries and its keys;
+    and the tokens of the batch that are among their queries, in order."""
+    queries = np.array(batch.query_lens, np.int64)
+    lengths = np.array(batch.kv_lens, np.int64)
+    sequences = np.arange(len(queries))
+    tokens = np.arange(queries.sum())
+    of = np.repeat(sequences, queries)
+    alone = queries.max(initial=0) > 1 and heads not in WHOLE_TILES
+    if alone or (lengths < queries).any():
+        behind = np.repeat(queries.cumsum(), queries) - tokens - 1
+        sequences, queries, lengths = of, np.ones_like(of), lengths[of] - behind
+        of = tokens
+    seen = (lengths > 0) & (queries > 0)
+    return sequences[seen], queries[seen], lengths[seen], tokens[seen[of]]
+
+
+def _scratch(device: torch.device) -> Tensor:
+    """For the current stream, on which its users come one after another."""
+    place = device, _stream(device)
+    floats = _floats.get(place)
+    if floats is None:
+        floats = _floats[place] = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+    return floats
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _offsets(counts: Ints) -> Tensor:
     return torch.from_numpy(np.concatenate(([0], counts.cumsum())).astype(np.int32))
-
-
-def _tokens_of(batch: PagedBatch, sequences: list[int]) -> Tensor:
-    starts = np.concatenate(([0], np.cumsum(batch.query_lens)))
-    return torch.from_numpy(
-        np.concatenate([np.arange(starts[b], starts[b + 1]) for b in sequences])
-    )

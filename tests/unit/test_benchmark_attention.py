@@ -11,8 +11,9 @@ import torch
 
 from benchmarks import bench_attention
 from benchmarks.attention_parts import PARTS, Part, Shape
-from benchmarks.bench_attention import BARE, Timed, measure, planned, write_times
-from kvtier.kernels import Case, Load, flashmla, measured
+from benchmarks.bench_attention import BARE, PLANNED, Timed, measure, planned, write_times
+from kvtier.kernels import Case, Load, flashinfer, flashmla, measured
+from tests.unit import flashinfer_double
 from tests.unit.flashmla_double import Double
 
 ABOUT = {
@@ -77,6 +78,47 @@ def test_flashmlas_functions_are_called_as_they_want_it(
         theirs = bare()[0].reshape(out.shape)
         assert double.made == made  # its schedule was there
         assert (theirs.float() - out.float()).abs().max() <= 8e-3 * out.float().abs().max()
+
+
+def test_flashinfers_kernels_are_called_under_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {"flashinfer.mla": flashinfer_double.NEW}
+    monkeypatch.setattr(flashinfer, "importlib", SimpleNamespace(import_module=modules.get))
+    part, shape = PARTS["dense"], Shape(2, 4, 130, queries=2)
+    assert part.make(part, shape, "cpu", False).planned is None
+    monkeypatch.setattr(flashinfer, "missing", lambda: "")
+    assert PARTS["packed"].make(PARTS["packed"], shape, "cpu", False).planned is None
+    work = part.make(part, shape, "cpu", False)
+    assert work.planned is not None
+    plans = flashinfer_double.Double.plans
+    calls = work.planned()
+    assert flashinfer_double.Double.plans == plans + 1 and len(calls) == 2
+    for call, reference in zip(calls, work.kernel("torch"), strict=True):
+        assert bench_attention._error(call(), reference()) <= bench_attention.BOUND
+    assert flashinfer_double.Double.plans == plans + 1
+
+
+def test_what_is_made_of_a_batch_is_made_anew_by_each_backend() -> None:
+    work = PARTS["dense"].make(PARTS["dense"], Shape(1, 2, 40), "cpu", False)
+    one, two = (work.kernel("torch") for _ in range(2))
+    assert one[0].args[2] is one[1].args[2] is not two[0].args[2]
+
+
+def test_what_plans_on_the_host_is_timed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many calls as a graph would have, each made anew."""
+    steps: list[list[int]] = []
+
+    def make() -> list[Any]:
+        mine: list[int] = []
+        steps.append(mine)
+        return [lambda: mine.append(0), lambda: mine.append(1)]
+
+    def elapsed(call: Any) -> float:
+        call()
+        return 240.0
+
+    monkeypatch.setattr(bench_attention, "_elapsed", elapsed)
+    assert bench_attention._stepped(make, 3) == [240 / 42] * 3
+    assert [sorted(step) for step in steps[1:]] == [[0] * 21 + [1] * 21] * 4
 
 
 def test_targets_come_first_and_time_ends(
@@ -176,6 +218,15 @@ class TestTheTable:
         cases = {case["operation"]: case for case in json.loads(path.read_text())["cases"]}
         assert [cases[name]["rows"][0][-1] for name in ("mla_absorbed", "mla_sparse")] == [3.0, 2.0]
         assert [cases[n]["checked"] for n in ("mla_absorbed", "mla_sparse")] == [[], ["triton"]]
+
+    def test_knows_nothing_of_what_is_no_backend(self, tmp_path: Path) -> None:
+        path = tmp_path / "measured.json"
+        us = {BARE: 1.0, PLANNED: 2.0, "flashinfer": 3.0}
+        errors = {PLANNED: 0.0, "flashinfer": 0.0}
+        found = Timed(PARTS["dense"], Shape(1, 16, 64), {n: [v] for n, v in us.items()}, errors)
+        write_times(path, [found], ABOUT)
+        (case,) = json.loads(path.read_text())["cases"]
+        assert case["checked"] == case["columns"][4:] == ["flashinfer"]
 
     def test_one_wrong_size_and_a_backend_does_not_count(self, tmp_path: Path) -> None:
         path = tmp_path / "measured.json"
