@@ -121,7 +121,8 @@ class Cache:
             raise
         self._pool = transfer.pool if isinstance(transfer, PagedTransfer) else None
         self._pump = Pump(self._core, transfer, record_sizes(layout), stall_s=config.disk_stall_s)
-        self._flushing = Flushing(self._pump, self._store if config.disk_mode == "write" else None)
+        written = self._store if config.disk_mode == "write" else None
+        self._flushing = Flushing(self._pump, written, stall_s=config.disk_stall_s)
         self._events_missed = 0
 
     def __repr__(self) -> str:
@@ -485,9 +486,5 @@ class Cache:
             self._pump.plan(core.expire(now))
 
     def _close_store(self) -> None:
-        if self._store is None or self._pump.disk_hangs:
-            return
-        try:
-            self._flushing.close(self._core)
-        finally:
-            self._store.close()
+        if self._store is not None and not self._pump.disk_hangs:
+            self._flushing.close(self._core, self._store)

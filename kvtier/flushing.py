@@ -1,12 +1,14 @@
 """``Cache.flush``: waiting until what was committed is as low as it will go.
 
-Owns the thread on which it is saved when pages on disk were last used.  Knows nothing of what is
-moved, only which operations have to end.
+Owns the thread on which it is saved when pages on disk were last used, and the end of the store,
+none of which waits for one that hangs.  Knows nothing of what is moved, only which operations have
+to end.
 """
 
 import logging
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from typing import final
@@ -16,7 +18,7 @@ from kvtier.core.ops import OpKind
 from kvtier.errors import CacheClosed, KVTierError, StoreError
 from kvtier.futures import running_future
 from kvtier.pump import Pump
-from kvtier.seams import Store
+from kvtier.seams import DiskHangs, Store
 from kvtier.types import Tier
 
 __all__ = ["Flushing", "settle"]
@@ -28,11 +30,16 @@ logger = logging.getLogger("kvtier")
 class Flushing:
     """Flushes of one cache.  ``store`` is the one whose recency is saved; None: nobody's is."""
 
-    __slots__ = ("_pump", "_saver", "_store")
+    __slots__ = ("_pump", "_saver", "_stall_s", "_store", "_under_way")
 
-    def __init__(self, pump: Pump, store: Store | None) -> None:
+    def __init__(self, pump: Pump, store: Store | None, *, stall_s: float) -> None:
+        """``stall_s``: a call of the store that takes longer is taken to hang."""
         self._pump = pump
         self._store = store
+        self._stall_s = stall_s
+        self._under_way = running_future()
+        """The call of the store that began last."""
+        self._under_way.set_result(None)
         self._saver = ThreadPoolExecutor(1, "kvtier-flush")
         """Has no thread until there is something to save."""
 
@@ -48,16 +55,21 @@ class Flushing:
                 self._pump.watch(self._pump.running(OpKind.PACK), partial(settle, future))
         return future
 
-    def close(self, core: CacheCore) -> None:
-        """Wait for what is being saved, and save the rest.  The pump is closed by then."""
+    def close(self, core: CacheCore, store: Store) -> None:
+        """Wait for what is being saved, save the rest and close the store: unless it hangs, which
+        is logged.  The pump is closed by then."""
         with suppress(RuntimeError):  # a callback of ``flush`` closes the cache, on that thread
             self._saver.shutdown()
-        if self._store is None:
-            return
         try:
-            self._store.touch(core.disk_ticks())
-        except Exception as error:  # noqa: BLE001 - may be lost, as in a crash
-            logger.warning("the recency of pages on disk was not saved: %s", error)
+            try:
+                if self._store is not None:
+                    self._within(partial(self._store.touch, core.disk_ticks()))
+            except Exception as error:  # noqa: BLE001 - may be lost, as in a crash
+                logger.warning("the recency of pages on disk was not saved: %s", error)
+            finally:
+                self._within(store.close)
+        except DiskHangs as error:
+            logger.warning("%s: the cache was closed without waiting for it", error)
 
     def _stored(self, future: "Future[None]", error: BaseException | None) -> None:
         """On whatever thread ended the wait; the store is written on another."""
@@ -83,11 +95,34 @@ class Flushing:
         self, store: Store, ticks: Sequence[tuple[bytes, int]], future: "Future[None]"
     ) -> None:
         try:
-            store.touch(ticks)
+            self._within(partial(store.touch, ticks))
         except Exception as error:  # noqa: BLE001 - whatever it is, the future carries it
             settle(future, error)
         else:
             settle(future, None)
+
+    def _within(self, call: Callable[[], None]) -> None:
+        """What ``call`` raises; or DiskHangs, if it or the one before it does not end."""
+        if self._under_way.done():
+            self._under_way = running_future()
+            run = partial(_run, call, self._under_way)
+            try:
+                threading.Thread(target=run, name="kvtier-store", daemon=True).start()
+            except RuntimeError:  # there are no more threads, as at the end of a process
+                run()
+            wait([self._under_way], min(self._stall_s, threading.TIMEOUT_MAX))
+        if not self._under_way.done():
+            raise DiskHangs(f"the disk has done nothing for {self._stall_s:g} s")
+        self._under_way.result()
+
+
+def _run(call: Callable[[], None], ended: "Future[None]") -> None:
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+        ended.set_exception(error)
+    else:
+        ended.set_result(None)
 
 
 def settle(future: "Future[None]", error: BaseException | None) -> None:

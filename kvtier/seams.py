@@ -67,8 +67,7 @@ class Transfer(Protocol):
 
 
 class DiskHangs(Exception):
-    """A transfer was closed without waiting for its store, which is still in use and is not closed
-    therefore."""
+    """A store was not waited for any longer: it is still in use, and is not closed therefore."""
 
 
 @runtime_checkable

@@ -447,6 +447,40 @@ def test_close_over_threads_that_hang_in_the_store(
         assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("what", ["touch", "close"])
+def test_saving_recency_and_closing_wait_for_no_disk_that_hangs(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is under way any more when the disk begins to hang."""
+    goes_on = threading.Event()
+    transfer, store = ManualTransfer(), Watched()
+    parts = config(disk_stall_s=0.2)
+    cache = kvtier.Cache(LAYOUT, parts, model="m", transfer=transfer, stores={Tier.DISK: store})
+    for _ in range(2):  # the second one uses what is on disk by then
+        fill(cache, prompt(9))
+        transfer.finish_all()
+    call = getattr(store, what)
+
+    def hang(*args: Any) -> None:
+        assert goes_on.wait(60)
+        call(*args)
+
+    monkeypatch.setattr(store, what, hang)
+    try:
+        if what == "touch":
+            with pytest.raises(kvtier.StoreError, match="disk has done nothing"):
+                cache.flush().result(timeout=30)
+        cache.close()
+        assert cache.closed
+        assert not store.closed
+        assert "closed without waiting" in caplog.text
+    finally:
+        goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "kvtier-store":
+            thread.join(60)
+
+
 def test_close_waits_for_a_disk_that_is_only_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group takes less than a disk may be still; all of them take longer."""
     store = Watched()
