@@ -14,7 +14,9 @@ a time to keep that within ``workspace_bytes``.
 
 A call launches the library's kernels and one that puts log-sum-exps right; with ``sums=False``,
 for callers that look at outputs alone, nothing else.  Heads and lists that have to be padded, and
-sinks that are not float32, cost a copy each.
+sinks that are not float32, cost a copy each, in every call: what was kept of a sink would stay as
+it was, in a captured graph above all, when a model's weights are changed in place.  Sinks of a
+model that transformers loaded are float32, whatever its other weights are.
 """
 
 import importlib

@@ -156,6 +156,30 @@ def test_v4_lists(double: Double, heads: int, extra: int) -> None:
     check(flashmla.sparse_attend(*arguments, **options), without)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_that_change_in_place(
+    double: Double, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past the count of versions too, as loaders of weights do it; float32 is not copied."""
+    given, call = [], flashmla._call("sparse_decode_fwd")
+
+    def seen(*arguments: object) -> object:
+        given.append(arguments[4])
+        return call(*arguments)
+
+    monkeypatch.setattr(flashmla, "_call", lambda name: seen)
+    query, window = torch.randn(2, 64, 512).to(torch.bfloat16), pool("v4_fp8", 64)
+    slots = torch.arange(64, dtype=torch.int32).expand(2, 64)
+    sink = torch.nn.Parameter(torch.zeros(64, dtype=dtype), requires_grad=False)
+    for _ in range(3):
+        sink.data.copy_(torch.randn(64))
+        arguments = (query, window, slots, sink)
+        options = {"scale": 0.05, "record": RECORDS["v4_fp8"]}
+        check(flashmla.sparse_attend(*arguments, **options), sparse_attend(*arguments, **options))
+    assert len(given) == 3
+    assert all((g.data_ptr() == sink.data_ptr()) == (dtype is torch.float32) for g in given)
+
+
 @pytest.mark.parametrize("heads", [5, 64, 130])
 def test_lengths_of_lists(double: Double, heads: int) -> None:
     """What is behind a length is not looked at; what is made of lengths is made once."""
