@@ -104,16 +104,16 @@ class Flushing:
     def _within(self, call: Callable[[], None]) -> None:
         """What ``call`` raises; or DiskHangs, if it or the one before it does not end."""
         if self._under_way.done():
-            self._under_way = running_future()
-            run = partial(_run, call, self._under_way)
+            ended = self._under_way = running_future()
+            run = partial(_run, call, ended)
             try:
                 threading.Thread(target=run, name="kvtier-store", daemon=True).start()
             except RuntimeError:  # there are no more threads, as at the end of a process
                 run()
-            wait([self._under_way], min(self._stall_s, threading.TIMEOUT_MAX))
-        if not self._under_way.done():
-            raise DiskHangs(f"the disk has done nothing for {self._stall_s:g} s")
-        self._under_way.result()
+            if wait([ended], min(self._stall_s, threading.TIMEOUT_MAX)).done:
+                ended.result()
+                return
+        raise DiskHangs(f"the disk has done nothing for {self._stall_s:g} s")
 
 
 def _run(call: Callable[[], None], ended: "Future[None]") -> None:

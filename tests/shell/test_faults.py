@@ -481,6 +481,28 @@ def test_saving_recency_and_closing_wait_for_no_disk_that_hangs(
             thread.join(60)
 
 
+def test_a_call_that_ends_at_last_is_not_taken_for_the_one_that_waits_for_it() -> None:
+    class Late(Future[None]):
+        """Ends between two looks at it."""
+
+        looks = 0
+
+        def done(self) -> bool:
+            self.looks += 1
+            return self.looks > 1
+
+    cache, _ = refusing()
+    cache._flushing._under_way = late = Late()
+    late.set_result(None)
+    calls: list[int] = []
+    with pytest.raises(DiskHangs):
+        cache._flushing._within(lambda: calls.append(1))
+    assert not calls
+    cache._flushing._within(lambda: calls.append(2))
+    assert calls == [2]
+    cache.close()
+
+
 def test_close_waits_for_a_disk_that_is_only_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group takes less than a disk may be still; all of them take longer."""
     store = Watched()

@@ -72,6 +72,15 @@ def test_without_a_package(package: str) -> None:
         assert done.stdout and "ModuleNotFoundError" in done.stderr and "numpy" in done.stderr
 
 
+def test_a_broken_kvtier_does_not_import() -> None:
+    """No package is missing, so there is nothing that doctor could say."""
+    code = "import sys; sys.modules['kvtier.cache'] = None; import kvtier"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 1 and "kvtier.cache" in done.stderr
+
+
 def test_a_package_that_does_not_load(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
