@@ -674,7 +674,7 @@ def test_a_flush_waits_for_a_hanging_disk_only_so_long(name: str, asked: str) ->
         for op in list(w.transfer.pending):
             w.disk_done.pop(op.id, None)
         w.idle()
-        assert w.cache.flush().result(0) is None
+        assert w.cache.flush().result(30) is None
         assert w.cache.match(tokens).tokens == 12 * PAGE
 
 
@@ -694,7 +694,7 @@ def test_a_flush_waits_for_a_disk_that_moves() -> None:
             assert not flushed.done()
             w.transfer.finish(op)
         w.pass_time(w.now)
-        assert flushed.result(0) is None
+        assert flushed.result(30) is None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
