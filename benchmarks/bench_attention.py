@@ -304,7 +304,8 @@ def _tell(timed: Timed) -> None:
 
 def write_times(path: Path, found: Sequence[Timed], about: Mapping[str, Any] | None = None) -> None:
     """Put times into a file of ``kvtier.kernels.measured``, in place of what it has of the same
-    cases; other cases stay.  Raises ValueError where the file is of another device.
+    cases; other cases stay.  What no graph can hold is left out: it is taken by name only.  Raises
+    ValueError where the file is of another device.
 
     A backend counts as checked if it was right at every size of a case.
     """
@@ -332,7 +333,7 @@ def _names(case: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _case_of(part: Part, found: Sequence[Timed]) -> dict[str, Any]:
     names = dict.fromkeys(name for timed in found for name in timed.errors)
-    backends = [name for name in names if name != PLANNED]
+    backends = [name for name in names if name not in (PLANNED, HOST_PLANNED)]
     right = [b for b in backends if all(timed.errors.get(b, 0) <= BOUND for timed in found)]
     rows = []
     for timed in found:

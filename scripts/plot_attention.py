@@ -34,7 +34,7 @@ COLOURS = {
     "triton": "tab:blue",
     "gluon": "tab:green",
     "flashmla": "tab:orange",
-    "flashinfer": "tab:red",
+    "flashinfer (bare)": "tab:red",
 }
 OWN = ("triton", "gluon")
 HEADS = (16, 64, 128)
@@ -55,8 +55,8 @@ def _count(keys: int) -> str:
 
 
 def draw(axes: Axes, results: Sequence[Result], name: str) -> None:
-    """Bars of one kind; a size that has no baseline has none."""
-    known = [r for r in results if r.ratio is not None]
+    """Bars of one kind, of what is timed in graphs; a size that has no baseline has none."""
+    known = [r for r in results if r.ratio is not None and r.params["backend"] != "flashinfer"]
     sizes = list(dict.fromkeys(map(size, known)))
     backends = list(dict.fromkeys(str(r.params["backend"]) for r in known))
     each = WIDTH / max(1, len(backends))

@@ -219,14 +219,14 @@ class TestTheTable:
         assert [cases[name]["rows"][0][-1] for name in ("mla_absorbed", "mla_sparse")] == [3.0, 2.0]
         assert [cases[n]["checked"] for n in ("mla_absorbed", "mla_sparse")] == [[], ["triton"]]
 
-    def test_knows_nothing_of_what_is_no_backend(self, tmp_path: Path) -> None:
+    def test_knows_nothing_of_what_no_graph_can_hold(self, tmp_path: Path) -> None:
         path = tmp_path / "measured.json"
-        us = {BARE: 1.0, PLANNED: 2.0, "flashinfer": 3.0}
-        errors = {PLANNED: 0.0, "flashinfer": 0.0}
+        us = {BARE: 1.0, PLANNED: 2.0, "triton": 4.0, "flashinfer": 3.0}
+        errors = {PLANNED: 0.0, "triton": 0.0, "flashinfer": 0.0}
         found = Timed(PARTS["dense"], Shape(1, 16, 64), {n: [v] for n, v in us.items()}, errors)
         write_times(path, [found], ABOUT)
         (case,) = json.loads(path.read_text())["cases"]
-        assert case["checked"] == case["columns"][4:] == ["flashinfer"]
+        assert case["checked"] == case["columns"][4:] == ["triton"]
 
     def test_one_wrong_size_and_a_backend_does_not_count(self, tmp_path: Path) -> None:
         path = tmp_path / "measured.json"
