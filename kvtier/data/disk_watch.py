@@ -24,6 +24,7 @@ class DiskWatch:
         self._lock = threading.Lock()
 
     def started(self, op: Op) -> None:
+        """Any operation; counts if the store is needed for it."""
         if op.kind not in (OpKind.STORE, OpKind.DROP) and not (
             op.kind is OpKind.RESTORE and any(part.source is Tier.DISK for part in op.parts)
         ):
@@ -38,6 +39,7 @@ class DiskWatch:
         self._heard = time.monotonic()
 
     def ended(self, op: Op) -> None:
+        """Any that was started, done or not."""
         with self._lock:
             if op.id in self._under_way:
                 self._under_way.discard(op.id)
