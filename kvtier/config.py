@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from os import PathLike, fspath
+from os import PathLike, fsencode, fspath
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -59,6 +59,22 @@ def as_int(name: str, value: int, *, least: int | None = None) -> int:
         bound = "" if least is None else f" of at least {least}"
         raise ConfigError(f"{name} must be an int{bound}, got {value!r}")
     return int(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_path(value: str | PathLike[str]) -> str:
+    """Raises ConfigError for what is no path, or none that a file system takes."""
+    try:
+        path = fspath(value)
+        fits = isinstance(path, str) and b"\0" not in fsencode(path)
+    except (TypeError, UnicodeEncodeError):
+        fits = False
+    if not fits:
+        raise ConfigError(f"disk_path must be a path of text, got {value!r}")
+    return path
 
 
 class CheckpointFacts(NamedTuple):
@@ -268,20 +284,21 @@ class CacheConfig:
     def __post_init__(self) -> None:
         for name in ("gpu_bytes", "cpu_bytes", "disk_bytes", "staging_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        leasts = {"world": 1, "rank": 0, "max_leases": 1, "store_after_hits": 0, "io_threads": 1}
+        for name, least in leasts.items():
+            object.__setattr__(self, name, as_int(name, getattr(self, name), least=least))
         if self.gpu_bytes == 0:
             raise ConfigError("gpu_bytes must not be 0: the device pool holds every open lease")
         if self.disk_path is not None:
-            object.__setattr__(self, "disk_path", fspath(self.disk_path))
+            object.__setattr__(self, "disk_path", _as_path(self.disk_path))
         if bool(self.disk_bytes) != (self.disk_path is not None):
             raise ConfigError("disk_bytes and disk_path go together: set both, or neither")
         if self.disk_bytes and not self.cpu_bytes:
             raise ConfigError("a disk tier needs cpu_bytes: pages pass through host memory")
         if self.disk_mode not in ("write", "read"):
             raise ConfigError(f'disk_mode must be "write" or "read", got {self.disk_mode!r}')
-        if self.world < 1 or not 0 <= self.rank < self.world:
+        if self.rank >= self.world:
             raise ConfigError(f"rank must lie in [0, world), got rank={self.rank} of {self.world}")
-        if self.max_leases < 1:
-            raise ConfigError(f"max_leases must be at least 1, got {self.max_leases}")
         named = isinstance(self.eviction, str) and self.eviction in ("adaptive", "lru", "s3fifo")
         if not (named or isinstance(self.eviction, EvictionPolicy)):
             raise ConfigError(
@@ -292,21 +309,20 @@ class CacheConfig:
             raise ConfigError(f"checkpoints must be a CheckpointPolicy, got {self.checkpoints!r}")
         if not isinstance(self.restore, RestorePolicy):
             raise ConfigError(f"restore must be a RestorePolicy, got {self.restore!r}")
-        if self.store_after_hits < 0:
-            raise ConfigError(f"store_after_hits must not be negative: {self.store_after_hits}")
         if self.on_full not in ("skip", "wait"):
             raise ConfigError(f'on_full must be "skip" or "wait", got {self.on_full!r}')
-        if self.wait_s < 0:
-            raise ConfigError(f"wait_s must not be negative, got {self.wait_s}")
-        if not 1 <= self.io_threads <= 64:
+        if not (_is_number(self.wait_s) and self.wait_s >= 0):
+            raise ConfigError(f"wait_s must be a number, not a negative one, got {self.wait_s!r}")
+        if self.io_threads > 64:
             raise ConfigError(f"io_threads must lie in [1, 64], got {self.io_threads}")
-        stall = self.disk_stall_s
-        if isinstance(stall, bool) or not isinstance(stall, int | float) or not stall > 0:
-            raise ConfigError(f"disk_stall_s must be a number above 0, got {stall!r}")
-        if not 0 <= self.max_pinned <= 1:
-            raise ConfigError(f"max_pinned is a share in [0, 1], got {self.max_pinned}")
+        if not (_is_number(self.disk_stall_s) and self.disk_stall_s > 0):
+            raise ConfigError(f"disk_stall_s must be a number above 0, got {self.disk_stall_s!r}")
+        if not (_is_number(self.max_pinned) and 0 <= self.max_pinned <= 1):
+            raise ConfigError(f"max_pinned is a share in [0, 1], got {self.max_pinned!r}")
+        if not isinstance(self.codec, Mapping):
+            raise ConfigError(f"codec must map components to zstd levels, got {self.codec!r}")
         for component, level in self.codec.items():
             if component not in ("history", "checkpoint"):
                 raise ConfigError(f'codec names "history" or "checkpoint", got {component!r}')
-            if not 1 <= level <= 19:
+            if not 1 <= as_int(f"codec[{component!r}]", level) <= 19:
                 raise ConfigError(f"codec[{component!r}] is a zstd level in [1, 19], got {level}")

@@ -50,6 +50,28 @@ BAD: dict[str, Callable[[Cache, kvtier.Lease], Any]] = {
 }
 
 
+BAD_FIELDS: dict[str, tuple[Any, ...]] = {
+    "disk_path": (5, b"x", "\ud800", "a\0b", ["x"]),
+    "rank": ("0", 0.0, -1, 1, None),
+    "world": ("1", 1.5, 0, float("inf"), None),
+    "max_leases": ("1", 1.5, 0, True, None),
+    "store_after_hits": ("1", 1.5, -1, None),
+    "io_threads": ("4", 1.5, 0, 65, None),
+    "wait_s": ("1", -1.0, float("nan"), True, None),
+    "max_pinned": ("1", -0.5, 1.5, float("nan"), True, None),
+    "codec": (None, 3, "history", {"pages": 1}, {"history": 20}, {"history": 1.5}),
+}
+
+
+@pytest.mark.parametrize("field", BAD_FIELDS)
+def test_a_bad_setting_is_refused_by_name(field: str) -> None:
+    options: dict[str, Any] = {"gpu_bytes": 1, "cpu_bytes": 1, "disk_bytes": 1, "disk_path": "d"}
+    CacheConfig(**options)
+    for value in BAD_FIELDS[field]:
+        with pytest.raises(kvtier.ConfigError, match=field):
+            CacheConfig(**options | {field: value})
+
+
 def _accept(cache: Cache, lease: Any, n: Any) -> None:
     [one] = lease if isinstance(lease, list) else [lease]
     with cache.step([(one, [1, 2])]) as step:
