@@ -11,11 +11,11 @@ from torch import Tensor
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.kernels.casts import e4m3_values
-from kvtier.kernels.mla import PagedBatch
+from kvtier.kernels.mla import PagedBatch, check_queries
 from kvtier.kernels.records import Record, read_records
 from kvtier.kernels.slots import chosen_slots, closed_entries, entry_slots
 
-__all__ = ["check_topk", "index_topk"]
+__all__ = ["check_choice", "index_topk"]
 
 SPLIT_KEYS = 4096
 """Keys scored at a time, at most: scratch does not grow with the context."""
@@ -44,10 +44,11 @@ def index_topk(
 
     With ``slots`` the same as physical slots, in the same order: where each entry lies, as
     ``c4_slots`` and ``token_slots`` say it.  Raises ConfigError for a ``topk`` below 1, and
-    ValueError where the block table lacks a page that is needed.
+    ValueError for shapes that do not fit together and where the block table lacks a page that is
+    needed.
     """
-    check_topk(topk)
     n, heads, dim = query.shape
+    check_choice(query, weights, keys, batch, ratio=ratio, topk=topk, record=record)
     if query.dtype is torch.uint8:
         query = e4m3_values(query.contiguous())
     out = torch.full((n, topk), -1, dtype=torch.int32, device=query.device)
@@ -78,10 +79,28 @@ def index_topk(
     return chosen_slots(out, batch, ratio) if slots else out
 
 
-def check_topk(topk: int) -> None:
-    """Raises ConfigError for a number of entries below 1."""
+def check_choice(
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    batch: PagedBatch,
+    *,
+    ratio: int,
+    topk: int,
+    record: Record,
+) -> None:
+    """Raises ConfigError for a number of entries below 1, and ValueError for shapes that do not fit
+    together."""
     if topk < 1:
         raise ConfigError(f"{topk=}: at least one entry is chosen")
+    n, heads, dim = query.shape
+    check_queries(n, batch)
+    if ratio < 1 or batch.page_tokens % ratio:
+        raise ValueError(f"entries of {ratio} tokens, pages of {batch.page_tokens}")
+    if weights.shape != (n, heads) or (record.dim or keys.shape[-1]) != dim:
+        raise ValueError(
+            f"query {tuple(query.shape)}, weights {tuple(weights.shape)}, keys {tuple(keys.shape)}"
+        )
 
 
 class _Best:

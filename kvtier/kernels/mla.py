@@ -23,6 +23,7 @@ __all__ = [
     "HeadDims",
     "PagedBatch",
     "absorbed",
+    "check_queries",
     "expand",
 ]
 
@@ -84,6 +85,7 @@ def absorbed(
     query and a few rows at a time can.
     """
     n, heads, width = query.shape
+    check_queries(n, batch)
     record = RECORDS["mla_fp8" if rows.dtype == torch.uint8 else "dense"]
     if (record.dim or rows.shape[-1]) != width or not 0 < latent_dim <= width:
         raise ValueError(f"query width {width}, row width {rows.shape[-1]}, {latent_dim=}")
@@ -119,6 +121,12 @@ def absorbed(
                 out[mine], lse[mine] = sofar
         begin += q_len
     return out, lse
+
+
+def check_queries(n: int, batch: PagedBatch) -> None:
+    """Raises ValueError unless a batch has ``n`` queries."""
+    if n != sum(batch.query_lens):
+        raise ValueError(f"{n} queries, in a batch of {sum(batch.query_lens)}")
 
 
 def _absorbed_blocks(

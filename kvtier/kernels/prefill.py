@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.kernels.mla import HeadDims, PagedBatch
+from kvtier.kernels.mla import HeadDims, PagedBatch, check_queries
 from kvtier.kernels.prefill_plan import (
     ENDS,
     GOES_ON,
@@ -149,8 +149,7 @@ def run_chunks(
     meet: Meet,
 ) -> tuple[Tensor, Tensor]:
     """``materialised``, by a backend's way of gathering and of attending."""
-    if query.shape[1:] != (dims.heads, dims.nope + dims.rope):
-        raise ValueError(f"query {tuple(query.shape)}, {dims}")
+    _check(query, rows, batch, dims, workspace, record)
     plan = plan_of(batch, workspace.rows)
     exact = torch.promote_types(query.dtype, torch.float32)
     shape = (query.shape[0], dims.heads)
@@ -186,6 +185,7 @@ def materialised_sdpa(
     torch gives no log-sum-exp, so no sequence may lie in several chunks: ValueError where one is
     longer than the workspace.
     """
+    _check(query, rows, batch, dims, workspace, record)
     plan = plan_of(batch, workspace.rows, cut=False)
     out = query.new_zeros(query.shape[0], dims.heads, dims.value)
     for chunk in plan.chunks:
@@ -206,6 +206,28 @@ def materialised_sdpa(
             )
             out[mine] = attended[0].transpose(0, 1)
     return out
+
+
+def _check(
+    query: Tensor,
+    rows: Tensor,
+    batch: PagedBatch,
+    dims: HeadDims,
+    workspace: Workspace,
+    record: Record,
+) -> None:
+    check_queries(query.shape[0], batch)
+    width = dims.latent + dims.rope
+    held, projected = workspace.latent.shape[1:], workspace.projected.shape[1:]
+    if (
+        query.shape[1:] != (dims.heads, dims.nope + dims.rope)
+        or (record.dim or rows.shape[-1]) != width
+        or (held, projected) != ((width,), (dims.heads, dims.nope + dims.value))
+    ):
+        raise ValueError(
+            f"query {tuple(query.shape)}, rows {tuple(rows.shape)}, a workspace of {tuple(held)} "
+            f"and {tuple(projected)}, {dims}"
+        )
 
 
 def row_bytes(dims: HeadDims, element_bytes: int) -> int:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtier.config import parse_bytes
-from kvtier.kernels.index import check_topk
+from kvtier.kernels.index import check_choice
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.records import Record
 from kvtier.kernels.triton_batch import tile
@@ -62,10 +62,10 @@ def index_topk(
     holds one query's scores at least.
     """
     n, heads, dim = query.shape
-    check_topk(topk)
+    check_choice(query, weights, keys, batch, ratio=ratio, topk=topk, record=record)
     page_stride, per_page, there = pool_of(keys, record)
-    if dim != 128 or weights.shape != (n, heads):
-        raise ValueError(f"query {tuple(query.shape)}, weights {tuple(weights.shape)}")
+    if dim != 128:
+        raise ValueError(f"query {tuple(query.shape)}")
     if query.dtype is torch.uint8 and record.pack is None:
         raise ValueError("codes are asked of packed keys")
     query = adjacent(query)

@@ -141,6 +141,22 @@ def test_fewer_than_one_entry_is_refused(call: Callable[..., Any], topk: int) ->
         call(query, query[..., 0], query[0], batch, ratio=1, topk=topk, record=RECORDS["dense"])
 
 
+@pytest.mark.parametrize("call", [index_topk, on_triton], ids=["torch", "triton"])
+def test_what_does_not_fit_together_is_refused(call: Callable[..., Any]) -> None:
+    query, batch = torch.zeros(1, 4, 128, device=DEVICE), batch_of([(1, 12)], device=DEVICE)
+    weights, keys = query[..., 0], torch.zeros(256, 128, device=DEVICE)
+    wide = torch.zeros(2, 4, 128, device=DEVICE)
+    for arguments, ratio, said in [
+        ((wide, wide[..., 0], keys), 1, "2 queries, in a batch of 1"),
+        ((query, weights[:, :3], keys), 1, "weights"),
+        ((query, weights, keys[:, :64]), 1, "keys"),
+        ((query, weights, keys), 0, "entries of 0 tokens"),
+        ((query, weights, keys), 3, "entries of 3 tokens, pages of 256"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            call(*arguments, batch, ratio=ratio, topk=2, record=RECORDS["dense"])
+
+
 def test_more_than_a_kernel_chooses_is_refused() -> None:
     query, batch = torch.zeros(1, 4, 128, device=DEVICE), batch_of([(1, 12)], device=DEVICE)
     arguments = (query, query[..., 0], query[0], batch)

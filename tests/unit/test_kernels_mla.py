@@ -188,6 +188,14 @@ def test_absorbed_refuses_widths_that_do_not_fit() -> None:
         absorbed(case.query, case.rows, case.batch, latent_dim=16, scale=1.0)
 
 
+@pytest.mark.parametrize("queries", [2, 4])
+def test_absorbed_refuses_another_number_of_queries(queries: int) -> None:
+    case = MlaCase([(2, 5), (1, 3)])
+    query = case.query.repeat(2, 1, 1)[:queries, :, : case.rows.shape[1]]
+    with pytest.raises(ValueError, match=f"{queries} queries, in a batch of 3"):
+        absorbed(query, case.rows, case.batch, latent_dim=1, scale=1.0)
+
+
 class TestWorkspaceRows:
     dims = HeadDims(heads=128, latent=512, rope=64, nope=128, value=128)
 

@@ -391,6 +391,25 @@ class TestChunks:
         with pytest.raises(ValueError, match="query"):
             case.run("materialised", kernel=kernel)
 
+    @backends
+    @pytest.mark.parametrize("what", ["queries", "row", "latents", "projected"])
+    def test_what_would_be_read_or_left_unwritten_past_an_end_is_refused(
+        self, kernel: Callable[..., Any], device: str, what: str
+    ) -> None:
+        case = MlaCase([(2, 3), (1, 5)], device=device)
+        query, rows, workspace = case.query, case.rows, case.workspace(W)
+        if what == "queries":
+            query = query[:2]
+        elif what == "row":
+            rows = rows[:, 1:]
+        elif what == "latents":
+            workspace = replace(workspace, latent=workspace.latent[:, 1:])
+        else:
+            workspace = replace(workspace, projected=workspace.projected[:, 1:])
+        options: dict[str, Any] = {"dims": DIMS, "scale": case.scale, "workspace": workspace}
+        with pytest.raises(ValueError, match="queries" if what == "queries" else "workspace"):
+            kernel(query, rows, case.batch, case.project, **options)
+
     def test_by_torchs_own_attention_only_what_fits_whole(self) -> None:
         case = MlaCase([(2, 8), (3, 7), (1, 3)])
         options: dict[str, Any] = {"dims": DIMS, "scale": case.scale}
