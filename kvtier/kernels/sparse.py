@@ -12,7 +12,7 @@ from kvtier.config import parse_bytes
 from kvtier.kernels.records import Record, read_records
 from kvtier.kernels.reference import merge
 
-__all__ = ["apply_sink", "sparse_attend"]
+__all__ = ["apply_sink", "check_extra", "sparse_attend"]
 
 SPLIT_KEYS = 1024
 """Keys of each query gathered at a time, at most."""
@@ -44,6 +44,7 @@ def sparse_attend(
     So parts attended with a sink of ``-inf`` may be merged, and ``apply_sink`` ends them.  A query
     without keys gives 0 and -inf, whatever its sink.
     """
+    check_extra(extra, extra_slots)
     exact = torch.promote_types(query.dtype, torch.float32)
     n, heads, dim = query.shape
     lists = [(window, window_slots)]
@@ -65,6 +66,12 @@ def sparse_attend(
                 part = _attend(query[mine].to(exact), storage, some, scale, record)
                 out[mine], lse[mine] = merge(out[mine], lse[mine], *part)
     return apply_sink(out, lse, sink).to(query.dtype), lse
+
+
+def check_extra(extra: Tensor | None, extra_slots: Tensor | None) -> None:
+    """Raises ValueError for one without the other, which would leave out keys."""
+    if (extra is None) != (extra_slots is None):
+        raise ValueError("extra and extra_slots come together")
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

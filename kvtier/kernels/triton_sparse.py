@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtier.config import parse_bytes
 from kvtier.kernels.records import Record
+from kvtier.kernels.sparse import check_extra
 from kvtier.kernels.triton_values import (
     cast,
     e4m3_values,
@@ -58,6 +59,7 @@ def sparse_attend(
     """``kvtier.kernels.sparse_attend``, for heads of 512 values; lengths are not looked at."""
     query, sink = adjacent(query), adjacent(sink)
     n, heads, dim = query.shape
+    check_extra(extra, extra_slots)
     if extra is None or extra_slots is None:
         extra, extra_slots = window, window_slots[:, :0]
     window_slots, extra_slots = adjacent(window_slots), adjacent(extra_slots)

@@ -493,6 +493,10 @@ class TestSparseAttend:
             case.run(query=case.query[:2])
         with pytest.raises(ValueError):
             case.run(both=False, extra=case.extra, extra_slots=torch.zeros(2, 4))
+        with pytest.raises(ValueError, match="together"):
+            case.run(both=False, extra=case.extra)
+        with pytest.raises(ValueError, match="together"):
+            case.run(both=False, extra_slots=case.window_slots)
 
 
 def test_closed_entries_of_padding() -> None:
