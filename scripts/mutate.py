@@ -342,6 +342,13 @@ BUGS = [
     ),
     # ---------------------------------------------------------------- operations
     Bug(
+        "what is stored again stays quarantined",
+        "operations",
+        "                    if copy.tier == DISK:\n"
+        "                        self._overwritten(copy)\n",
+        "",
+    ),
+    Bug(
         "what was packed is released twice",
         "operations",
         "            if not run.packed:\n                self._release_sources(m)",

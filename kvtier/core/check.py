@@ -226,6 +226,8 @@ def _disk_links(core: "CacheCore", nodes: list[Node], errors: list[str]) -> None
     linked = {c.frames[0]: n for n in nodes if (c := n.copies[DISK]) is not None}
     if linked != res.disk_nodes:
         errors.append("I6: disk rows and nodes are linked differently")
+    if disk.quarantined != (of_keys := sum(core.operations.bad_keys.values())):
+        errors.append(f"I1: {disk.quarantined} disk frames quarantined, {of_keys} of known keys")
     busy: Counter[int] = Counter()
     for n in nodes:
         for slot in (DISK, DISK + CHECKPOINT):

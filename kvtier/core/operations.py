@@ -172,6 +172,8 @@ class Operations:
                     copy.writer = 0
                 else:
                     self.residency.arrived(copy)
+                    if copy.tier == DISK:
+                        self._overwritten(copy)
                 self.residency.let_go(copy)
         if kind is OpKind.DROP:
             self._dropped(run.drops, done=run.failed_at < 0)
@@ -223,6 +225,13 @@ class Operations:
                 del self.suspects[next(iter(self.suspects))]
             self.residency.quarantine.add(row)
         self.residency.lose(source)
+
+    def _overwritten(self, copy: Copy) -> None:
+        """What was bad or could not be deleted of a record is gone once it is stored again."""
+        disk = self.residency.disk
+        assert disk is not None
+        if self.bad_keys and (frames := self.bad_keys.pop(disk.key(copy.frames[0]), 0)):
+            disk.quarantined -= frames
 
     def _dropped(self, drops: dict[bytes, int], *, done: bool) -> None:
         """Frames of deleted records are free for good; of those that could not be deleted they

@@ -117,6 +117,7 @@ DAMAGES: list[tuple[str, Damage]] = [
     ("I1: private frames", lambda c, r: r.owned.__setitem__(-1, False)),
     ("I1: disk rows", lambda c, r: set_(c.residency.disk, used=1)),
     ("I1: disk over capacity", lambda c, r: set_(c.residency.disk, capacity=1)),
+    ("I1: 1 disk frames quarantined", lambda c, r: set_(c.residency.disk, quarantined=1)),
     ("I2: node 2: pins", lambda c, r: set_(node_at(c, 2), pins=7)),
     ("I2: node 2: pins 2/2, keeps 1/0", lambda c, r: set_(node_at(c, 2), keeps=1)),
     ("I2: node 2: pins or tick above", lambda c, r: set_(node_at(c, 2), tick=10**9)),

@@ -1133,6 +1133,43 @@ def test_a_failed_deletion_is_asked_for_again() -> None:
     assert len(made.disk.records) == 1
 
 
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_page_that_could_not_be_deleted_is_stored_again(bad: bool) -> None:
+    """What is stored again overwrites it, so its frames are not counted twice; nor are they when it
+    is found bad then."""
+    made = plain(cpu=8, disk=8)
+    made.serve([1, 2])
+    made.drain()
+    for _ in range(2):
+        made.run(made.core.evict(Tier.DISK, 1)[1])
+        ((op_id, drop),) = made.plane.live.items()
+        assert drop.kind is OpKind.DROP
+        made.end(op_id, 0)
+        made.sound()
+        assert made.core.stats().tiers[Tier.DISK].quarantined == 1
+        made.cold(Tier.GPU, Tier.CPU)
+        made.serve([1, 2])
+        made.end(min(made.plane.live))
+        again, store = made.plane.live
+        assert made.plane.live[again].kind is OpKind.DROP
+        made.end(again, 0)
+        made.end(store)
+        made.sound()
+        tier = made.core.stats().tiers[Tier.DISK]
+        assert (tier.quarantined, tier.resident, tier.free) == (0, 1, 7)
+    if bad:
+        made.cold(Tier.GPU, Tier.CPU)
+        ((key, record),) = made.disk.records.items()
+        made.disk.records[key] = (*record[:-1], None)
+        lease(made, [1, 2, 3])
+        made.end(min(made.plane.live))
+        assert made.core.stats().tiers[Tier.DISK].quarantined == 1
+        made.drain()
+        tier = made.core.stats().tiers[Tier.DISK]
+        assert (tier.quarantined, tier.free) == (0, 8)
+    made.sound()
+
+
 def test_a_page_found_bad_by_one_while_another_restores_it() -> None:
     """I6: what nobody can match any more is nobody's child, though a lease still holds it."""
     made = plain(cpu=8, disk=8)
