@@ -1,7 +1,10 @@
 """FlashInfer's absorbed attention behind the call of the table, where it is installed.
 
 It plans each batch on the host, from lengths that are exact then: a captured graph, whose lengths
-change, cannot hold it.  Results are within rounding of the reference, as FlashMLA's are.
+change, cannot hold it, and it is taken by name only.  Results are within rounding of the
+reference, as FlashMLA's are.  On an H200 its kernels are 0.86 to 1.43 times as fast as FlashMLA's,
+but a plan takes 0.8 to 1.9 ms of the host and a call 50 to 80 us: with them it is the fastest at no
+size (version 0.7.2, steps of 60 layers).
 
 Its kernels see too few keys where the heads of two queries share a tile and several queries of a
 sequence are attended to at once; that happens to head counts that are no power of two, and more
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.kernels.mla import PagedBatch
+from kvtier.kernels.mla import PagedBatch, check_queries
 from kvtier.kernels.planned import PerBatch, capturing
 
 __all__ = ["Plan", "absorbed", "missing", "plan"]
@@ -67,6 +70,7 @@ def absorbed(
     if capturing():
         raise ConfigError("flashinfer plans on the host: a captured graph cannot hold it")
     parse_bytes(workspace_bytes, "workspace_bytes")
+    check_queries(query.shape[0], batch)
     width = query.shape[2]
     if latent_dim != LATENT or width != LATENT + ROPE or rows.shape[-1] != width:
         raise ValueError(f"query width {width}, row width {rows.shape[-1]}, {latent_dim=}")

@@ -33,10 +33,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtier.config import parse_bytes
-from kvtier.kernels.mla import PagedBatch
+from kvtier.kernels.mla import PagedBatch, check_queries
 from kvtier.kernels.planned import PerBatch, capturing
 from kvtier.kernels.records import Record
 from kvtier.kernels.slots import token_positions
+from kvtier.kernels.sparse import check_extra
 
 __all__ = ["PAGE_TOKENS", "absorbed", "load", "missing", "mla_sparse", "sparse_attend"]
 
@@ -103,6 +104,7 @@ def absorbed(
     widths, types and pages.
     """
     n, heads, width = query.shape
+    check_queries(n, batch)
     if latent_dim != LATENT or width != LATENT + ROPE or rows.shape[-1] != width:
         raise ValueError(f"query width {width}, row width {rows.shape[-1]}, {latent_dim=}")
     if query.dtype != rows.dtype or rows.stride(1) != 1:
@@ -199,6 +201,7 @@ def sparse_attend(
     With ``extra_lengths`` no list costs more than its length; their schedule is made by the first
     call with that tensor, in every graph anew.
     """
+    check_extra(extra, extra_slots)
     if record.name != "v4_fp8" or query.shape[2] != LATENT or sink.shape != query.shape[1:2]:
         raise ValueError(
             f"query {tuple(query.shape)}, sink {tuple(sink.shape)}, {record.name!r} records"

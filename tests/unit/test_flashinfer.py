@@ -92,6 +92,9 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         flashinfer.absorbed(query[..., :512], some.rows, some.batch, **options)
     with pytest.raises(ValueError, match="queries of"):
         flashinfer.absorbed(query.half(), some.rows, some.batch, **options)
+    for wrong in (query[:0], query.repeat(2, 1, 1)):
+        with pytest.raises(ValueError, match="queries, in a batch of 1"):
+            flashinfer.absorbed(wrong, some.rows, some.batch, **options)
     monkeypatch.setattr(flashinfer, "capturing", lambda: True)
     with pytest.raises(ConfigError, match="captured graph cannot hold it"):
         flashinfer.absorbed(query, some.rows, some.batch, **options)

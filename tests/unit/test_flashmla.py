@@ -97,6 +97,8 @@ def test_a_batch_is_planned_once_for_all_layers(double: Double) -> None:
         ({"page_tokens": 16}, "pages of 16"),
         ({"width": 512}, "query width"),
         ({"dtype": torch.float32}, "queries of"),
+        ({"count": 2}, "2 queries, in a batch of 1"),
+        ({"count": 0}, "0 queries, in a batch of 1"),
     ],
 )
 def test_what_it_does_not_take(double: Double, change: dict[str, object], match: str) -> None:
@@ -104,6 +106,7 @@ def test_what_it_does_not_take(double: Double, change: dict[str, object], match:
     query, batch = case.absorbed_query, case.batch
     if "page_tokens" in change:
         batch = replace(batch, page_tokens=16)
+    query = query.repeat(2, 1, 1)[: change.get("count", 1)]
     query = query[..., : change.get("width", 576)].to(change.get("dtype", query.dtype))
     with pytest.raises(ValueError, match=match):
         flashmla.absorbed(query, case.rows, batch, latent_dim=512, scale=1.0)
@@ -151,7 +154,7 @@ def test_v4_lists(double: Double, heads: int, extra: int) -> None:
     arguments = (query, window, lists[0], sink)
     expected = sparse_attend(*arguments, **options)
     check(flashmla.sparse_attend(*arguments, **options), expected)
-    options["extra"] = None
+    options["extra"] = options["extra_slots"] = None
     without = sparse_attend(*arguments, **options)
     check(flashmla.sparse_attend(*arguments, **options), without)
 
@@ -178,6 +181,16 @@ def test_sinks_that_change_in_place(
         check(flashmla.sparse_attend(*arguments, **options), sparse_attend(*arguments, **options))
     assert len(given) == 3
     assert all((g.data_ptr() == sink.data_ptr()) == (dtype is torch.float32) for g in given)
+
+
+@pytest.mark.parametrize("left", ["extra", "extra_slots"])
+def test_pages_and_lists_come_together(double: Double, left: str) -> None:
+    window, slots = pool("v4_fp8", 64), torch.zeros(2, 64, dtype=torch.int32)
+    query, sink = torch.zeros(2, 64, 512, dtype=torch.bfloat16), torch.zeros(64)
+    options = {"scale": 1.0, "record": RECORDS["v4_fp8"], "extra": window, "extra_slots": slots}
+    with pytest.raises(ValueError, match="come together"):
+        flashmla.sparse_attend(query, window, slots, sink, **options | {left: None})
+    assert not double.shapes
 
 
 @pytest.mark.parametrize("heads", [5, 64, 130])
