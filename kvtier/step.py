@@ -103,8 +103,11 @@ class Step:
         ``pad_to``, so that a captured CUDA graph replays with this step's mappings; what an
         earlier step put there is overwritten, and the current stream waits until all layers of
         these pages are there.  ``pad_to`` adds padding rows up to that batch size.
-        Raises ConfigError if the batch does not fit.
+        Raises ConfigError if the batch does not fit, and LeaseError after the step: its pages may
+        be others' by then, and what is written to them comes too late to be kept.
         """
+        if self._ended:
+            raise LeaseError("the step has ended: to_device() belongs inside its with block")
         return to_device(self, self._pool, buffers, pad_to)
 
     def accept(self, lease: "Lease", n: int) -> None:

@@ -90,6 +90,17 @@ def test_buffers_stay_where_they_are_and_forget(cache: kvtier.Cache) -> None:
     assert a.data_ptr() == b.data_ptr()
 
 
+def test_after_the_step_is_too_late(cache: kvtier.Cache) -> None:
+    """What is written to its pages then is kept by nobody, or overwrites what others keep."""
+    buffers = cache.buffers(max_batch=1, max_tokens=8, max_pages=4)
+    with cache.lease([1]) as lease:
+        with cache.step([(lease, prompt(5))]) as step:
+            pass
+        for options in ({}, {"buffers": buffers}, {"pad_to": 2}):
+            with pytest.raises(kvtier.LeaseError, match=r"to_device\(\) belongs inside"):
+                step.to_device(**options)  # type: ignore[arg-type]
+
+
 def test_what_does_not_fit_is_named(cache: kvtier.Cache) -> None:
     small = cache.buffers(max_batch=1, max_tokens=2, max_pages=1)
     with cache.lease([1]) as one, cache.lease([1]) as two:
