@@ -1,10 +1,10 @@
 """FlashInfer's absorbed attention behind the call of the table, where it is installed.
 
 It plans each batch on the host, from lengths that are exact then: a captured graph, whose lengths
-change, cannot hold it, and it is taken by name only.  Results are within rounding of the
-reference, as FlashMLA's are.  On an H200 its kernels alone were the
-fastest at 45 of 74 sizes, 0.78 to 1.64 times as fast as FlashMLA's; but a plan takes 0.8 to 1.9 ms
-of the host, more than they save in 60 layers, and a call 50 to 80 us (version 0.7.2).
+change, cannot hold it, and it is taken by name only.  Results are within rounding of the reference,
+as FlashMLA's are.  On an H200 its kernels alone were the fastest at 45 of 74 sizes, 0.78 to 1.64
+times as fast as FlashMLA's; but a plan takes 0.8 to 1.9 ms of the host, more than they save in 60
+layers, and a call 50 to 80 us (version 0.7.2).
 
 Its kernels see too few keys where the heads of two queries share a tile and several queries of a
 sequence are attended to at once; that happens to head counts that are no power of two, and more
