@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from os import PathLike, fsencode, fspath
+from os import PathLike, fspath
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -69,7 +69,7 @@ def _as_path(value: str | PathLike[str]) -> str:
     """Raises ConfigError for what is no path, or none that a file system takes."""
     try:
         path = fspath(value)
-        fits = isinstance(path, str) and b"\0" not in fsencode(path)
+        fits = isinstance(path, str) and b"\0" not in path.encode(errors="surrogateescape")
     except (TypeError, UnicodeEncodeError):
         fits = False
     if not fits:
