@@ -10,7 +10,8 @@ A block's rope keys are not needed once it is scored: the weights take their pla
 that scores are measured against moves only when one exceeds it 256 times over, so sums are seldom
 rescaled by anything but 1.
 
-The plan of who does what is that of ``triton_mla``, which launches this and merges.
+Who does what is in ``mla_schedule``; that sequences held by several programs are merged at the end
+of the same launch, in ``gluon_join``.
 """
 
 import torch
@@ -26,18 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kvtier.kernels.gluon_join import arrive, join, slot_of
 from kvtier.kernels.gluon_parts import barriers
 from kvtier.kernels.mla import PagedBatch
+from kvtier.kernels.mla_schedule import BLOCK, Schedule
 
-__all__ = ["KEYS", "TILE", "attend"]
+__all__ = ["TILE", "attend"]
 
 TILE = 64
 """(token, head) pairs of a program."""
-KEYS = 64
-"""Keys of a block; a page holds a multiple of it."""
 LN2 = gl.constexpr(0.6931471805599453)
-SCAN = gl.constexpr(128)
-"""Sequences looked at together when the work is cut up."""
 STAGES = gl.constexpr(3)
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """Renamed by triton 3.9."""
@@ -49,91 +48,52 @@ def attend(
     query: Tensor,
     rows: Tensor,
     batch: PagedBatch,
+    schedule: Schedule,
     *,
     scale: float,
-    least: int,
-    grid: tuple[int, int],
     out: Tensor,
     lse: Tensor,
-    parts: Tensor,
-    part_lse: Tensor,
-    plan: Tensor,
-    by_part: bool,
 ) -> None:
-    """First launch: ``grid`` is tiles and parts; ``scale`` holds log2(e); ``least`` blocks a part.
+    """The whole of it; ``scale`` holds log2(e).
 
-    Needs rows that lie 16 bytes aligned, pages of a multiple of 64 rows, a positive scale.
+    Needs rows that lie 16 bytes aligned, pages of a multiple of 64 rows, a positive scale, and of
+    ``schedule`` either a single part or room for all programs on the device at the same time.
     """
+    parts, tiles, _ = schedule.counts.shape
+    found = query.new_empty(2 * parts, tiles, TILE, 512, dtype=torch.float32)
+    found_lse = query.new_empty(2 * parts, tiles, TILE, dtype=torch.float32)
     kind = gl.bfloat16 if rows.dtype == torch.bfloat16 else gl.float16
     wide, narrow = (
         TensorDescriptor(
             rows,
             list(rows.shape),
             list(rows.stride()),
-            [KEYS, width],
-            gl.NVMMASharedLayout.get_default_for([KEYS, width], kind),
+            [BLOCK, width],
+            gl.NVMMASharedLayout.get_default_for([BLOCK, width], kind),
         )
         for width in (256, 64)
     )
-    _attend[grid](
+    _attend[(tiles, parts)](
         query,
         *query.stride()[:2],
         wide,
         narrow,
-        batch.block_table,
-        batch.block_table.stride(0),
-        batch.page_tokens // KEYS,
         batch.cu_seqlens_q,
         batch.kv_lens_device,
         batch.kv_lens_device.shape[0],
-        least,
+        query.shape[0],
         scale,
         out,
         lse,
-        parts,
-        part_lse,
-        plan,
+        found,
+        found_lse,
+        schedule.parts,
+        schedule.rows,
+        schedule.counts,
         HEADS=query.shape[1],
-        BY_PART=by_part,
         num_warps=4,
+        launch_cooperative_grid=parts > 1,
     )
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _cut(lengths, sequences, least):
-    """This part's first block and the one behind its last, blocks of a part, the sequence that it
-    starts in and the block that this begins with."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    lane = gl.arange(0, SCAN, layout)
-    total = 0
-    base = 0
-    while base < sequences:
-        there = base + lane < sequences
-        total += gl.sum(gl.cdiv(gl.load(lengths + base + lane, mask=there, other=0), 64), 0)
-        base += SCAN
-    quota = gl.maximum(gl.cdiv(total, gl.num_programs(1)), least)
-    at = gl.program_id(1) * quota
-    stop = gl.minimum(at + quota, total)
-    b = 0
-    begin = 0
-    before = 0
-    base = 0
-    while base < sequences:
-        there = base + lane < sequences
-        count = gl.cdiv(gl.load(lengths + base + lane, mask=there, other=0), 64)
-        ends = before + gl.associative_scan(count, 0, _add)
-        past = there & (ends <= at)
-        b += gl.sum(past.to(gl.int32), 0)
-        begin = gl.maximum(begin, gl.max(gl.where(past, ends, 0), 0))
-        before += gl.sum(count, 0)
-        base += SCAN
-    b = gl.minimum(b, sequences - 1)
-    return at, stop, quota, b, begin
 
 
 @gluon.jit
@@ -147,17 +107,11 @@ def _segment(offsets, lengths, b, begin, stop, at):
 
 
 @gluon.jit
-def _slot():
-    """Where a part keeps what it found of a sequence that starts in an earlier one."""
-    return gl.program_id(1) * 2 * gl.num_programs(0) + gl.program_id(0)
-
-
-@gluon.jit
 def _scores(
-    query, token_stride, head_stride, offsets, lengths, scale, at, stop, quota, b, begin, lse,
-    part_lse, plan, left, right, rope, q_last, q_rope, shrinks, finals,
+    query, token_stride, head_stride, offsets, lengths, sequences, tokens, scale, at, stop, b,
+    begin, empty, out, lse, part_lse, left, right, rope, q_last, q_rope, shrinks, finals,
     left_ready, right_ready, rope_ready, share_ready, scored, final_ready,
-    HEADS: gl.constexpr, BY_PART: gl.constexpr,
+    HEADS: gl.constexpr,
 ):  # fmt: skip
     """Weights of every block, log-sum-exp of every segment, and what is to be merged."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -165,8 +119,6 @@ def _scores(
     q_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     nth = 0
     segment = 0
-    if BY_PART & (gl.program_id(0) == 0):
-        gl.store(plan + 4 * gl.program_id(1), -1)
     while at < stop:
         kv_len, first, q_len, count, low, high = _segment(offsets, lengths, b, begin, stop, at)
         pair = gl.program_id(0) * 64 + gl.arange(0, 64, gl.SliceLayout(1, q_layout))
@@ -228,7 +180,6 @@ def _scores(
             nth += 1
         safe = gl.where(weight > 0, weight, 1.0)
         finals.index(segment & 3).store(1 / safe)
-        mbarrier.arrive(final_ready.index(segment & 3), count=1)
         found = gl.where(weight > 0, (top + gl.log2(safe)) * LN2, -float("inf"))
         kv_len, first, q_len, count, low, high = _segment(offsets, lengths, b, begin, stop, at)
         row = gl.arange(0, 64, row_layout)
@@ -236,35 +187,38 @@ def _scores(
         if (low == 0) & (high == count):
             gl.store(lse + first * HEADS + pair, found, mask=pair < q_len * HEADS)
         else:
-            slot = _slot() + (low == 0).to(gl.int32) * gl.num_programs(0)
+            slot = slot_of(gl.program_id(1), low == 0)
             gl.store(part_lse + slot * 64 + row, found, mask=pair < q_len * HEADS)
-        if (gl.program_id(0) == 0) & (low == 0):
-            goes_on = high < count
-            if goes_on | (not BY_PART):
-                to = plan + 4 * (gl.program_id(1) if BY_PART else b)
-                gl.store(to, gl.where(goes_on, gl.program_id(1), -1))
-                gl.store(to + 1, (begin + count - 1) // quota)
-                gl.store(to + 2, first)
-                gl.store(to + 3, q_len)
+        mbarrier.arrive(final_ready.index(segment & 3), count=1)
         segment += 1
         at = begin + high
         begin += count
         b += 1
+    if (empty > 0) & (gl.program_id(0) == 0):
+        b = gl.program_id(1)
+        while b < sequences:
+            if gl.load(lengths + b) <= 0:
+                _nothing(out, lse, gl.load(offsets + b), gl.load(offsets + b + 1), HEADS)
+            b += gl.num_programs(1)
+        if gl.program_id(1) == 0:
+            _nothing(out, lse, gl.load(offsets + sequences), tokens, HEADS)
 
 
 @gluon.jit
-def _row_of(table, table_stride, pages_of, lengths, b, begin, end, at, stop):
-    """Row of the pool at which block ``at`` of all blocks begins; moves on to its sequence."""
-    row = 0
-    if at < stop:
-        while at >= end:
-            b += 1
-            begin = end
-            end = begin + gl.cdiv(gl.load(lengths + b), 64)
-        block = at - begin
-        page = gl.load(table + b.to(gl.int64) * table_stride + block // pages_of)
-        row = (page * pages_of + block % pages_of) * 64
-    return row, b, begin, end
+def _nothing(out, lse, token, stop, HEADS: gl.constexpr):
+    """Tokens from ``token`` to ``stop`` attend to nothing."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    column = gl.arange(0, 512, gl.SliceLayout(0, layout))
+    zero = gl.full([8, 512], 0.0, gl.float32, layout)
+    none = gl.full([8], -float("inf"), gl.float32, gl.SliceLayout(1, layout))
+    row = token * HEADS
+    while row < stop * HEADS:
+        rows = row + gl.arange(0, 8, gl.SliceLayout(1, layout))
+        there = rows < stop * HEADS
+        to = out + (rows.to(gl.int64) * 512)[:, None] + column[None, :]
+        gl.store(to, zero.to(out.dtype.element_ty), mask=there[:, None])
+        gl.store(lse + rows, none, mask=there)
+        row += 8
 
 
 @gluon.jit
@@ -275,33 +229,32 @@ def _fetch(keys, row, column, into, ready, BYTES: gl.constexpr, pred):
 
 @gluon.jit
 def _values(
-    wide, narrow, table, table_stride, pages_of, offsets, lengths, at, stop, b, begin, out, parts,
+    wide, narrow, row_of, offsets, lengths, record, at, stop, b, begin,
+    out, lse, parts, part_lse, counts,
     mine, rope, shrinks, finals, ready, rope_ready, share_ready, share_free, scored, final_ready,
     HALF: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Weighted sums of one half of the values; fetches that half, and the first also rope keys."""
+    """Weighted sums of one half of the values; fetches that half, and the second also rope keys."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     nth = 0
     segment = 0
     # What is fetched runs ahead, into the next sequences too, as blocks are numbered over all.
-    ahead = at
-    next_b = b
-    next_begin = begin
-    next_end = begin + gl.cdiv(gl.load(lengths + b), 64)
-    before = 0
-    row = 0
-    for i in gl.static_range(STAGES + 1):
-        before = row
-        row, next_b, next_begin, next_end = _row_of(
-            table, table_stride, pages_of, lengths, next_b, next_begin, next_end, ahead, stop
-        )
-        if i < STAGES:
-            there = ahead < stop
-            _fetch(wide, row, HALF * 256, mine.index(i), ready.index(i), 64 * 512, there)
-            if (HALF == 0) & (i < 2):
-                _fetch(narrow, row, 512, rope.index(i), rope_ready.index(i), 64 * 128, there)
-            ahead += 1
+    own = at
+    own_b = b
+    own_begin = begin
+    # The first block came first, so that it is there first.
+    mbarrier.wait(ready.index(0), 0, pred=at < stop)
+    for i in gl.static_range(1, STAGES):
+        row = gl.load(record + 8 + i)
+        there = at + i < stop
+        _fetch(wide, row, HALF * 256, mine.index(i), ready.index(i), 64 * 512, there)
+        if (HALF == 1) & (i < 2):
+            _fetch(narrow, row, 512, rope.index(i), rope_ready.index(i), 64 * 128, there)
+    ahead = at + 3
+    before = gl.load(record + 10)
+    row = gl.load(record + 11)
+    goes_on = 0
     while at < stop:
         kv_len, first, q_len, count, low, high = _segment(offsets, lengths, b, begin, stop, at)
         rows_left = kv_len - low * 64
@@ -321,15 +274,13 @@ def _values(
             mbarrier.arrive(share_free.index(two), count=1)
             there = ahead < stop
             _fetch(wide, row, HALF * 256, mine.index(slot), ready.index(slot), 64 * 512, there)
-            if HALF == 0:
+            if HALF == 1:
                 mbarrier.wait(share_free.index(two), (nth // 2) & 1)
                 there = ahead - 1 < stop
                 _fetch(narrow, before, 512, rope.index(two), rope_ready.index(two), 8192, there)
                 before = row
             ahead += 1
-            row, next_b, next_begin, next_end = _row_of(
-                table, table_stride, pages_of, lengths, next_b, next_begin, next_end, ahead, stop
-            )
+            row = gl.load(row_of + ahead, mask=ahead < stop, other=0)
             rows_left -= 64
             nth += 1
         mbarrier.wait(final_ready.index(segment & 3), (segment // 4) & 1)
@@ -343,12 +294,20 @@ def _values(
             to = out + (first.to(gl.int64) * HEADS + gl.program_id(0) * 64) * 512
             gl.store(to + offset, sofar.to(out.dtype.element_ty), mask=real)
         else:
-            slot = _slot() + (low == 0).to(gl.int32) * gl.num_programs(0)
+            slot = slot_of(gl.program_id(1), low == 0)
             gl.store(parts + slot.to(gl.int64) * (64 * 512) + offset, sofar, mask=real)
+            goes_on = (low == 0).to(gl.int32)
+            arrive(counts, gl.where(low == 0, gl.program_id(1), gl.load(record + 4)), HALF)
         segment += 1
         at = begin + high
         begin += count
         b += 1
+    if own < stop:
+        of = (offsets, out, lse, parts, part_lse, counts)
+        if own_begin < own:
+            join(own_b, gl.load(record + 4), gl.load(record + 5), *of, HALF, HEADS)
+        if goes_on > 0:
+            join(b - 1, gl.program_id(1), gl.load(record + 6), *of, HALF, HEADS)
 
 
 @gluon.jit
@@ -363,15 +322,22 @@ def _clear(values, rows):
 
 
 @gluon.jit(
-    do_not_specialize=["table_stride", "pages_of", "sequences", "least", "scale"],
-    do_not_specialize_on_alignment=["table", "offsets", "lengths"],
+    do_not_specialize=["sequences", "tokens", "scale"],
+    do_not_specialize_on_alignment=["offsets", "lengths", "plan", "row_of", "counts"],
 )
 def _attend(
-    query, token_stride, head_stride, wide, narrow, table, table_stride, pages_of,
-    offsets, lengths, sequences, least, scale, out, lse, parts, part_lse, plan,
-    HEADS: gl.constexpr, BY_PART: gl.constexpr,
+    query, token_stride, head_stride, wide, narrow, offsets, lengths, sequences, tokens, scale,
+    out, lse, parts, part_lse, plan, row_of, counts,
+    HEADS: gl.constexpr,
 ):  # fmt: skip
     """One part of the keys, for one tile of each sequence's (token, head) pairs."""
+    record = plan + 16 * gl.program_id(1)
+    at = gl.load(record)
+    stop = gl.load(record + 1)
+    b = gl.load(record + 2)
+    begin = gl.load(record + 3)
+    empty = gl.load(record + 7)
+    row = gl.load(record + 8)
     dtype: gl.constexpr = wide.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     left = gl.allocate_shared_memory(dtype, [STAGES, 64, 256], wide.layout)
@@ -389,31 +355,35 @@ def _attend(
     scored = barriers(2, 1)
     final_ready = barriers(4, 1)
     fence_async_shared()
-    at, stop, quota, b, begin = _cut(lengths, sequences, least)
+    _fetch(wide, row, 0, left.index(0), left_ready.index(0), 64 * 512, at < stop)
+    _fetch(wide, row, 256, right.index(0), right_ready.index(0), 64 * 512, at < stop)
+    _fetch(narrow, row, 512, rope.index(0), rope_ready.index(0), 64 * 128, at < stop)
     gl.warp_specialize(
         [
             (
                 _scores,
                 (
-                    query, token_stride, head_stride, offsets, lengths, scale, at, stop, quota, b,
-                    begin, lse, part_lse, plan, left, right, rope, q_last, q_rope, shrinks, finals,
+                    query, token_stride, head_stride, offsets, lengths, sequences, tokens, scale,
+                    at, stop, b, begin, empty, out, lse, part_lse, left, right, rope,
+                    q_last, q_rope, shrinks, finals,
                     left_ready, right_ready, rope_ready, share_ready, scored, final_ready, HEADS,
-                    BY_PART,
                 ),
             ),
             (
                 _values,
                 (
-                    wide, narrow, table, table_stride, pages_of, offsets, lengths, at, stop, b,
-                    begin, out, parts, left, rope, shrinks, finals, left_ready, rope_ready,
+                    wide, narrow, row_of, offsets, lengths, record, at, stop, b, begin,
+                    out, lse, parts, part_lse, counts,
+                    left, rope, shrinks, finals, left_ready, rope_ready,
                     share_ready, share_free, scored, final_ready, 0, HEADS,
                 ),
             ),
             (
                 _values,
                 (
-                    wide, narrow, table, table_stride, pages_of, offsets, lengths, at, stop, b,
-                    begin, out, parts, right, rope, shrinks, finals, right_ready, rope_ready,
+                    wide, narrow, row_of, offsets, lengths, record, at, stop, b, begin,
+                    out, lse, parts, part_lse, counts,
+                    right, rope, shrinks, finals, right_ready, rope_ready,
                     share_ready, share_free, scored, final_ready, 1, HEADS,
                 ),
             ),

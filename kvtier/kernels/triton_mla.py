@@ -5,6 +5,8 @@ equal parts, whatever the sequences' lengths; a part walks over the segments of 
 holds.  A sequence that lies in one part is finished there; what several parts found of one is
 merged by the second launch, which also writes what has no keys at all.
 
+H100 and H200 have a kernel of their own, ``gluon_mla``, which does all of it in one launch.
+
 Of the batch the kernels read tensors; its ``query_lens`` and ``kv_lens`` only bound the grid.  In a
 captured graph they are the lengths that replays may reach.
 """
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from kvtier.config import parse_bytes
 from kvtier.kernels.mla import PagedBatch
+from kvtier.kernels.mla_schedule import MOST_PARTS, scheduled
 from kvtier.kernels.records import RECORDS
 from kvtier.kernels.triton_write import adjacent
 
@@ -59,8 +62,11 @@ def absorbed(
     ``rows`` may also be pages (pages, page_bytes) uint8 of "mla_fp8" records, with queries in bf16.
     Scores and sums are float32; weights are rounded to the rows' type before they meet the values.
     Query tokens that belong to no sequence get output 0 and log-sum-exp -inf, as those without
-    keys.  Asks the device nothing.  Raises ValueError for other widths and types.
+    keys.  Asks the device nothing.  Raises ValueError for other widths and types, and fewer
+    queries than the batch has.
     """
+    if query.shape[0] < (asked := sum(batch.query_lens)):
+        raise ValueError(f"{query.shape[0]} queries, in a batch of {asked}")
     packed = rows.dtype == torch.uint8
     width = PACKED_BYTES * batch.page_tokens if packed else LATENT + ROPE
     if latent_dim != LATENT or rows.shape[-1] != width or query.shape[-1] != LATENT + ROPE:
@@ -71,61 +77,49 @@ def absorbed(
         raise ValueError(f"rows of {rows.dtype}, queries of {query.dtype}")
     query, rows = adjacent(query), adjacent(rows)
     n, heads, _ = query.shape
+    out = torch.empty(n, heads, LATENT, dtype=query.dtype, device=query.device)
+    lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
+    if n == 0 or heads == 0:
+        return out, lse
     fast = _for_hopper(query, rows, batch, scale)
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")
     grid = _grid(batch, heads, _processors(query.device), workspace, fast=fast, packed=packed)
+    if fast:
+        hopper = importlib.import_module("kvtier.kernels.gluon_mla")
+        schedule = scheduled(batch, n, grid.parts, grid.tiles)
+        hopper.attend(query, rows, batch, schedule, scale=scale * LOG2E.value, out=out, lse=lse)
+        return out, lse
     sequences = batch.kv_lens_device.shape[0]
-    out = torch.empty(n, heads, LATENT, dtype=query.dtype, device=query.device)
-    lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
     parts = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, LATENT, dtype=torch.float32)
     part_lse = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, dtype=torch.float32)
     by_part = sequences > grid.parts
     plan = query.new_empty(grid.parts if by_part else sequences, 4, dtype=torch.int32)
-    if n == 0 or heads == 0:
-        return out, lse
     lengths = (batch.cu_seqlens_q, batch.kv_lens_device, sequences)
-    if fast:
-        hopper = importlib.import_module("kvtier.kernels.gluon_mla")
-        hopper.attend(
-            query,
-            rows,
-            batch,
-            scale=scale * LOG2E.value,
-            least=1,
-            grid=(grid.tiles, grid.parts),
-            out=out,
-            lse=lse,
-            parts=parts,
-            part_lse=part_lse,
-            plan=plan,
-            by_part=by_part,
-        )
-    else:
-        _attend[(grid.tiles, grid.parts)](
-            query,
-            *query.stride()[:2],
-            rows,
-            rows.stride(0) * (1 if packed else batch.page_tokens),
-            PACKED_BYTES if packed else rows.stride(0),
-            batch.block_table,
-            batch.block_table.stride(0),
-            batch.page_tokens,
-            *lengths,
-            scale * LOG2E.value,
-            out,
-            lse,
-            parts,
-            part_lse,
-            plan,
-            BY_PART=by_part,
-            HEADS=heads,
-            TILE=grid.tile,
-            KEYS=grid.keys,
-            PACKED=packed,
-            ON_GPU=query.is_cuda,
-            num_warps=8 if packed or grid.tile == 64 else 4,
-            num_stages=2,
-        )
+    _attend[(grid.tiles, grid.parts)](
+        query,
+        *query.stride()[:2],
+        rows,
+        rows.stride(0) * (1 if packed else batch.page_tokens),
+        PACKED_BYTES if packed else rows.stride(0),
+        batch.block_table,
+        batch.block_table.stride(0),
+        batch.page_tokens,
+        *lengths,
+        scale * LOG2E.value,
+        out,
+        lse,
+        parts,
+        part_lse,
+        plan,
+        BY_PART=by_part,
+        HEADS=heads,
+        TILE=grid.tile,
+        KEYS=grid.keys,
+        PACKED=packed,
+        ON_GPU=query.is_cuda,
+        num_warps=8 if packed or grid.tile == 64 else 4,
+        num_stages=2,
+    )
     _finish(lengths, out, lse, parts, part_lse, plan, grid)
     return out, lse
 
@@ -198,7 +192,8 @@ def _grid(
     keys = 32 if tile == 64 and not fast and not packed else 64
     blocks = sum(triton.cdiv(kv, keys) for kv in batch.kv_lens)
     most = workspace // (2 * tiles * tile * (LATENT + 1) * 4)
-    return Grid(tile, tiles, max(1, min(processors // tiles, blocks, most)), keys)
+    parts = min(processors // tiles, blocks, most, MOST_PARTS)
+    return Grid(tile, tiles, max(1, parts), keys)
 
 
 @triton.jit(

@@ -2,13 +2,14 @@
 and its copies in many orders.  On a GPU the tests of ``triton_mla`` run the kernel itself."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from kvtier.kernels import gluon_mla, triton_mla
+from kvtier.kernels import gluon_mla, mla_schedule, triton_mla
 from tests.unit import gluon_twin
 from tests.unit.test_triton_mla import Case
 
@@ -30,7 +31,8 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def run(seed: int) -> None:
         monkeypatch.setattr(gluon_mla, "_attend", kernel)
-        monkeypatch.setattr(gluon_mla, "_attend", gluon_twin.Launched(gluon_mla, "_attend", seed))
+        twin = gluon_twin.Launched(gluon_mla, "_attend", seed, together=True)
+        monkeypatch.setattr(gluon_mla, "_attend", twin)
 
     return run
 
@@ -57,3 +59,42 @@ def test_half_precision_and_rows_that_outgrow_the_reference(
         Case([(1, 300)], heads=2, growth=9.0),
     ):
         case.check(*case.run())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "parts"),
+    [
+        ([(1, 700), (1, 1000), (1, 64)], 4, 11),
+        ([(1, 1700)], 12, 25),
+        ([(1, 2150)], 17, 34),
+        ([(2, 900), (1, 100)], 33, 14),
+        ([(1, 500), (2, 301), (1, 0), (4, 64), (8, 77), *[(1, 30)] * 5], 8, 7),
+    ],
+    ids=[
+        "several sequences in one part",
+        "more parts than pairs",
+        "many parts",
+        "two tiles",
+        "ragged",
+    ],
+)
+def test_programs_merge_what_they_found_of_one_sequence(
+    lengths: list[tuple[int, int]],
+    heads: int,
+    parts: int,
+    as_on_hopper: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And leave their counters as they were, for the next layer."""
+    as_on_hopper(1)
+    grid = triton_mla._grid
+    monkeypatch.setattr(
+        triton_mla, "_grid", lambda *args, **how: replace(grid(*args, **how), parts=parts)
+    )
+    case = Case(lengths, heads=heads, seed=1)
+    for _ in range(2):
+        case.check(*case.run())
+    tiles = -(-heads * max(q for q, _ in lengths) // 64)
+    made = mla_schedule._schedules.find(case.batch, (case.query.shape[0], parts, tiles))
+    assert made is not None
+    assert not made.counts.any()
