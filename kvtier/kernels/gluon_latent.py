@@ -125,7 +125,7 @@ def absorbed(
         )
     query = adjacent(query)
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")
-    grid = triton_mla._grid(batch, heads, _processors(query.device), workspace, fast=True)
+    grid = triton_mla.grid_of(batch, heads, _processors(query.device), workspace, fast=True)
     sequences = batch.kv_lens_device.shape[0]
     out = torch.empty(n, heads, LATENT, dtype=query.dtype, device=query.device)
     lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
@@ -155,7 +155,7 @@ def absorbed(
         num_warps=4,
     )
     lengths = (batch.cu_seqlens_q, batch.kv_lens_device, sequences)
-    triton_mla._finish(lengths, out, lse, parts, part_lse, plan, grid)
+    triton_mla.finish(lengths, out, lse, parts, part_lse, plan, grid)
     return out, lse
 
 

@@ -25,7 +25,7 @@ from kvtier.kernels.mla_schedule import MOST_PARTS, scheduled
 from kvtier.kernels.records import RECORDS
 from kvtier.kernels.triton_write import adjacent
 
-__all__ = ["LATENT", "LN2", "LOG2E", "ROPE", "absorbed", "attend"]
+__all__ = ["LATENT", "LN2", "LOG2E", "ROPE", "absorbed", "attend", "finish", "grid_of"]
 
 LATENT, ROPE = 512, 64
 """Values of a row: its latent, which is key and value, and its rotated key."""
@@ -83,7 +83,7 @@ def absorbed(
         return out, lse
     fast = _for_hopper(query, rows, batch, scale)
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")
-    grid = _grid(batch, heads, _processors(query.device), workspace, fast=fast, packed=packed)
+    grid = grid_of(batch, heads, _processors(query.device), workspace, fast=fast, packed=packed)
     if fast:
         hopper = importlib.import_module("kvtier.kernels.gluon_mla")
         schedule = scheduled(batch, n, grid.parts, grid.tiles)
@@ -120,11 +120,11 @@ def absorbed(
         num_warps=8 if packed or grid.tile == 64 else 4,
         num_stages=2,
     )
-    _finish(lengths, out, lse, parts, part_lse, plan, grid)
+    finish(lengths, out, lse, parts, part_lse, plan, grid)
     return out, lse
 
 
-def _finish(
+def finish(
     lengths: tuple[Tensor, Tensor, int],
     out: Tensor,
     lse: Tensor,
@@ -176,7 +176,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _grid(
+def grid_of(
     batch: PagedBatch,
     heads: int,
     processors: int,

@@ -87,9 +87,9 @@ def test_programs_merge_what_they_found_of_one_sequence(
 ) -> None:
     """And leave their counters as they were, for the next layer."""
     as_on_hopper(1)
-    grid = triton_mla._grid
+    grid = triton_mla.grid_of
     monkeypatch.setattr(
-        triton_mla, "_grid", lambda *args, **how: replace(grid(*args, **how), parts=parts)
+        triton_mla, "grid_of", lambda *args, **how: replace(grid(*args, **how), parts=parts)
     )
     case = Case(lengths, heads=heads, seed=1)
     for _ in range(2):

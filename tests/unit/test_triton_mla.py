@@ -142,9 +142,9 @@ def test_scores_that_are_far_apart() -> None:
 def test_any_number_of_parts_gives_the_same(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [(1, 400), (1, 0), (2, 33), (1, 1), (1, 129), (1, 640)]
     case = Case(lengths, heads=16)
-    grid = triton_mla._grid
+    grid = triton_mla.grid_of
     monkeypatch.setattr(
-        triton_mla, "_grid", lambda *args, **how: replace(grid(*args, **how), parts=parts)
+        triton_mla, "grid_of", lambda *args, **how: replace(grid(*args, **how), parts=parts)
     )
     case.check(*case.run())
 
@@ -152,9 +152,9 @@ def test_any_number_of_parts_gives_the_same(parts: int, monkeypatch: pytest.Monk
 def test_scratch_stays_within_the_workspace() -> None:
     case = Case([(1, 700)], heads=16)
     for fast, tile in ((False, 16), (True, 64)):
-        assert triton_mla._grid(case.batch, 16, 132, 1 << 29, fast=fast).parts == 11
+        assert triton_mla.grid_of(case.batch, 16, 132, 1 << 29, fast=fast).parts == 11
         small = 4 * tile * 513 * 4
-        assert triton_mla._grid(case.batch, 16, 132, small, fast=fast).parts == 2
+        assert triton_mla.grid_of(case.batch, 16, 132, small, fast=fast).parts == 2
 
 
 def test_tokens_of_no_sequence_get_nothing() -> None:
