@@ -103,7 +103,7 @@ def _schedule(batch: PagedBatch, tokens: int, parts: int, tiles: int) -> Schedul
 def _try(lengths, sequences, parts, costs, MOST: tl.constexpr):
     """What the dearest part would cost, cut in way ``x``."""
     x = tl.program_id(0)
-    quota, extra = _way(lengths, sequences, parts, x)
+    quota, extra, _ = _way(lengths, sequences, parts, x)
     part = tl.arange(0, MOST)
     at = part * 0
     begun = part * 0
@@ -135,10 +135,11 @@ def _try(lengths, sequences, parts, costs, MOST: tl.constexpr):
 
 @triton.jit
 def _way(lengths, sequences, parts, x):
-    """Blocks of a part, and those before a sequence, in way ``x``."""
-    total, there, _ = _totals(lengths, sequences, x)
+    """Blocks of a part, and those before a sequence, in way ``x``; how many sequences are empty."""
+    total, there = _totals(lengths, sequences, x)
     extra = tl.where(x < WAYS // 2, 0, SEQUENCE)
-    return tl.maximum(tl.cdiv(total + there * extra, parts), 1) + x % (WAYS // 2), extra
+    least = tl.maximum(tl.cdiv(total + there * extra, parts), 1)
+    return least + x % (WAYS // 2), extra, sequences - there
 
 
 @triton.jit(
@@ -162,8 +163,7 @@ def _plan(
     if x < parts:
         way = tl.arange(0, WAYS)
         way = tl.min(tl.load(costs + way) * WAYS + way, 0) % WAYS
-        quota, extra = _way(lengths, sequences, parts, way)
-        _, _, without = _totals(lengths, sequences, x)
+        quota, extra, without = _way(lengths, sequences, parts, way)
         at = _met(lengths, sequences, x * quota, extra)
         stop = _met(lengths, sequences, (x + 1) * quota, extra)
         b, begin, rank = _find(lengths, sequences, at, x, True)
@@ -223,7 +223,7 @@ def _row(table, table_stride, pages_of, b, block, there):
 
 @triton.jit
 def _totals(lengths, sequences, x):
-    """Blocks of all sequences, how many sequences have some, and how many have none."""
+    """Blocks of all sequences, and how many sequences have some."""
     lane = tl.arange(0, 128)
     total = x * 0
     there = x * 0
@@ -233,7 +233,7 @@ def _totals(lengths, sequences, x):
         total += tl.sum(count, 0)
         there += tl.sum((count > 0).to(tl.int32), 0)
         low += 128
-    return total, there, sequences - there
+    return total, there
 
 
 @triton.jit

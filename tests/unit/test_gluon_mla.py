@@ -65,13 +65,15 @@ def test_half_precision_and_rows_that_outgrow_the_reference(
     ("lengths", "heads", "parts"),
     [
         ([(1, 700), (1, 1000), (1, 64)], 4, 11),
-        ([(1, 1700)], 12, 25),
+        ([(1, 1000)], 20, 2),
+        ([(1, 1700)], 4, 27),
         ([(1, 2150)], 17, 34),
         ([(2, 900), (1, 100)], 33, 14),
         ([(1, 500), (2, 301), (1, 0), (4, 64), (8, 77), *[(1, 30)] * 5], 8, 7),
     ],
     ids=[
         "several sequences in one part",
+        "two parts",
         "more parts than pairs",
         "many parts",
         "two tiles",
