@@ -16,6 +16,7 @@ order they lie.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvtier.config import as_int
 from kvtier.errors import ConfigError
 from kvtier.layouts.base import Component, Layout, Share
 from kvtier.layouts.drafts import draft_state
@@ -89,8 +90,8 @@ def swa_c4_c128(
     _check_pages(ratios, page_tokens, window)
     if tail not in ("minimal", "seed"):
         raise ConfigError(f'tail must be "minimal" or "seed", got {tail!r}')
-    if min(draft_layers, max_draft) < 0:
-        raise ConfigError(f"must not be negative: {draft_layers=} {max_draft=}")
+    draft_layers = as_int("draft_layers", draft_layers, least=0)
+    max_draft = as_int("max_draft", max_draft, least=0)
     if not 0 < rope_dim <= min(head_dim, index_dim) or rope_dim % 2:
         raise ConfigError(f"{rope_dim=} must be pairs within {head_dim=} and {index_dim=}")
     entry = _stored("record", record, RECORDS, head_dim, rope_dim)

@@ -116,6 +116,15 @@ def test_unknown_fields_are_refused_by_name(field: str, value: Any) -> None:
         layout_for(SimpleNamespace(**fields))
 
 
+@pytest.mark.parametrize(
+    "argument", [{"page_tokens": 3}, {"page_tokens": "8"}, {"max_draft": -1}, {"dtype": "int8"}]
+)
+def test_arguments_that_no_layout_has_are_refused_as_fields_are(argument: dict[str, Any]) -> None:
+    (name,) = argument
+    with pytest.raises(UnsupportedModel, match=name):
+        layout_for(config_of("v3"), **argument)
+
+
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "later"])
 def test_rope_that_changes_with_length_is_refused(rope_type: str) -> None:
     config = SimpleNamespace(

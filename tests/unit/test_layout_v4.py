@@ -507,6 +507,9 @@ def test_fingerprint_is_the_same_in_every_process() -> None:
         ({"draft_layers": -1}, "draft_layers"),
         ({"max_draft": -1}, "max_draft"),
         ({"max_draft": 129}, "max_draft"),
+        ({"max_draft": 1.5}, "max_draft"),
+        ({"max_draft": "1"}, "max_draft"),
+        ({"draft_layers": 1.5}, "draft_layers"),
     ],
 )
 def test_refused_by_name(changes: dict[str, object], says: str) -> None:
