@@ -22,8 +22,9 @@ __all__ = ["TILE", "absorbed", "mla_sparse", "splits_of"]
 TILE = 64
 """Rows of queries of a program: heads, or pairs of a token and a head; and keys of a tile."""
 MOST_SPLITS = triton_mla_sparse.PARTS
-AROUND, JOINING = 1.5, 2.5
-"""What a program takes beside its tiles, and what joining parts takes, in tiles."""
+AROUND, JOINING, BESIDE = 1.3, 1.5, 3.0
+"""What a program takes beside its tiles, what joining parts takes, and what that takes more if all
+multiprocessors wrote some, in tiles."""
 LOG2E = 1.4426950408889634
 
 
@@ -48,7 +49,7 @@ def mla_sparse(
     n, heads, width = query.shape
     if latent_dim != LATENT or width != LATENT + ROPE or slots.shape[0] != n:
         raise ValueError(f"query {tuple(query.shape)}, slots {tuple(slots.shape)}, {latent_dim=}")
-    pool = _words_of(query, rows, record)
+    pool = _pool_words(query, rows, record)
     if pool is None:
         return triton_mla_sparse.mla_sparse(
             query,
@@ -59,7 +60,7 @@ def mla_sparse(
             record=record,
             workspace_bytes=workspace_bytes,
         )
-    query, slots = adjacent(query), adjacent(slots)
+    slots = adjacent(slots)
     out = torch.empty(n, heads, LATENT, dtype=query.dtype, device=query.device)
     lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
     if not n or not heads:
@@ -72,9 +73,8 @@ def mla_sparse(
     cut = count > 1
     parts = query.new_empty(count if cut else 0, n, heads, LATENT, dtype=torch.float32)
     part_lse = query.new_empty(count if cut else 0, n, heads, dtype=torch.float32)
-    attend_lists[(n, blocks, count)](
-        query,
-        *query.stride()[:2],
+    attend_lists[(n * blocks, count)](
+        *_query_words(query),
         *pool,
         slots,
         slots.stride(0),
@@ -105,13 +105,15 @@ def absorbed(
     queries in bfloat16; what ``mla_sparse`` says of rows, sums and the device is true here too.
 
     Query tokens that belong to no sequence get output 0 and log-sum-exp -inf, as those without
-    keys.
+    keys; ValueError where there are fewer queries than the batch has.
     """
     record = RECORDS["mla_fp8"]
     n, heads, width = query.shape
+    if n < (asked := sum(batch.query_lens)):
+        raise ValueError(f"{n} queries, in a batch of {asked}")
     if latent_dim != LATENT or width != LATENT + ROPE:
         raise ValueError(f"query {tuple(query.shape)}, {latent_dim=}")
-    pool = _words_of(query, rows, record)
+    pool = _pool_words(query, rows, record)
     if record.slots_of(rows.shape[1]) != batch.page_tokens:
         raise ValueError(f"pages of {rows.shape[1]} bytes, of {batch.page_tokens} tokens")
     if pool is None:
@@ -123,21 +125,19 @@ def absorbed(
             scale=scale,
             workspace_bytes=workspace_bytes,
         )
-    query = adjacent(query)
+    out = torch.empty(n, heads, LATENT, dtype=query.dtype, device=query.device)
+    lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
+    if n == 0 or heads == 0:
+        return out, lse
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")
     grid = triton_mla.grid_of(batch, heads, _processors(query.device), workspace, fast=True)
     sequences = batch.kv_lens_device.shape[0]
-    out = torch.empty(n, heads, LATENT, dtype=query.dtype, device=query.device)
-    lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
     parts = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, LATENT, dtype=torch.float32)
     part_lse = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, dtype=torch.float32)
     by_part = sequences > grid.parts
     plan = query.new_empty(grid.parts if by_part else sequences, 4, dtype=torch.int32)
-    if n == 0 or heads == 0:
-        return out, lse
     attend_pages[(grid.tiles, grid.parts)](
-        query,
-        *query.stride()[:2],
+        *_query_words(query),
         *pool,
         batch.block_table,
         batch.block_table.stride(0),
@@ -152,6 +152,7 @@ def absorbed(
         plan,
         HEADS=heads,
         BY_PART=by_part,
+        WHOLE=batch.page_tokens % TILE == 0,
         num_warps=4,
     )
     lengths = (batch.cu_seqlens_q, batch.kv_lens_device, sequences)
@@ -164,8 +165,9 @@ def splits_of(units: int, tiles: int, processors: int) -> int:
     ends soonest for ``units`` queries (or groups of their heads)."""
 
     def cost(splits: int) -> float:
-        joining = JOINING if splits > 1 else 0.0
-        return -(-units * splits // processors) * (-(-tiles // splits) + AROUND) + joining
+        programs = units * splits
+        joining = JOINING + BESIDE * programs / processors if splits > 1 else 0.0
+        return -(-programs // processors) * (-(-tiles // splits) + AROUND) + joining
 
     return min(range(1, max(1, min(MOST_SPLITS, tiles)) + 1), key=cost)
 
@@ -174,7 +176,15 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _words_of(query: Tensor, rows: Tensor, record: Record) -> tuple[Tensor, int, int, int] | None:
+def _query_words(query: Tensor) -> tuple[Tensor, int, int]:
+    """Queries as words, and words from token to token and head to head."""
+    if query.stride(2) != 1 or any(x % 2 for x in query.stride()[:2]) or query.data_ptr() % 4:
+        query = query.contiguous()
+    query = query.view(torch.int32)
+    return query, query.stride(0), query.stride(1)
+
+
+def _pool_words(query: Tensor, rows: Tensor, record: Record) -> tuple[Tensor, int, int, int] | None:
     """The pool in words, words from page to page, a page's slots, and slots there are; plain rows
     have pages of one.  None where rows do not begin at multiples of 16 bytes."""
     packed = record.pack is not None

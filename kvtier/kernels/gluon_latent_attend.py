@@ -9,6 +9,7 @@ A tile's rope keys are not needed once it is scored: the weights take their plac
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -16,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kvtier.kernels.gluon_latent_keys import produce, shared_as
+from kvtier.kernels.gluon_latent_keys import LINES, produce, shared_as
 from kvtier.kernels.gluon_parts import barriers, exp2
 
 __all__ = ["attend_lists", "attend_pages"]
@@ -80,33 +81,34 @@ def _extent(slots, count, there):
 def _queries(query, token_stride, head_stride, first, low_pair, pairs, queries, q_rope,
              HEADS: gl.constexpr):  # fmt: skip
     """Rows of queries, to shared memory."""
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for half in gl.static_range(2):
-        pair = gl.arange(0, 64, gl.SliceLayout(1, wide))
-        mask = (pair < pairs)[:, None]
-        pair += low_pair
-        row = query + (first + pair // HEADS).to(gl.int64) * token_stride
-        row = (row + (pair % HEADS).to(gl.int64) * head_stride)[:, None]
-        column = half * 256 + gl.arange(0, 256, gl.SliceLayout(0, wide))
-        q = gl.load(row + column[None, :], mask=mask, other=0.0)
-        queries.slice(half * 256, 256, 1).store(q)
-    pair = gl.arange(0, 64, gl.SliceLayout(1, narrow))
+    pair = gl.arange(0, 64, gl.SliceLayout(1, LINES))
     mask = (pair < pairs)[:, None]
     pair += low_pair
     row = query + (first + pair // HEADS).to(gl.int64) * token_stride
     row = (row + (pair % HEADS).to(gl.int64) * head_stride)[:, None]
-    column = 512 + gl.arange(0, 64, gl.SliceLayout(0, narrow))
-    q_rope.store(gl.load(row + column[None, :], mask=mask, other=0.0))
+    column = gl.arange(0, 256, gl.SliceLayout(0, LINES))[None, :]
+    async_copy.async_copy_global_to_shared(queries, row + column, mask)
+    column = (256 + gl.arange(0, 32, gl.SliceLayout(0, LINES)))[None, :]
+    async_copy.async_copy_global_to_shared(q_rope, row + column, mask)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
     fence_async_shared()
 
 
 @gluon.jit
-def _score(queries, q_rope, left, right, rope, none):
-    """Scores of a tile, under way."""
-    score = warpgroup_mma(q_rope, _transposed(rope, 64), none, use_acc=False, is_async=True)
-    score = warpgroup_mma(queries.slice(0, 256, 1), _transposed(left, 256), score, is_async=True)
-    return warpgroup_mma(queries.slice(256, 256, 1), _transposed(right, 256), score, is_async=True)
+def _score_left(queries, q_rope, left, rope, none):
+    """Scores of a tile by what comes first of it, under way."""
+    q = shared_as(q_rope, gl.bfloat16, HALVES, 64)
+    score = warpgroup_mma(q, _transposed(rope, 64), none, use_acc=False, is_async=True)
+    q = shared_as(queries, gl.bfloat16, HALVES, 512).slice(0, 256, 1)
+    return warpgroup_mma(q, _transposed(left, 256), score, is_async=True)
+
+
+@gluon.jit
+def _score_right(queries, right, score):
+    """The rest of them."""
+    q = shared_as(queries, gl.bfloat16, HALVES, 512).slice(256, 256, 1)
+    return warpgroup_mma(q, _transposed(right, 256), score, is_async=True)
 
 
 @gluon.jit
@@ -146,14 +148,15 @@ def _row_of(first, low, high, count, part, low_pair, HEADS: gl.constexpr, PAGED:
         slot = (part * 2 + (low == 0).to(gl.int32)) * gl.num_programs(0) + gl.program_id(0)
         return gl.where(whole, first.to(gl.int64) * HEADS + low_pair, slot.to(gl.int64) * 64), whole
     else:
-        return (part.to(gl.int64) * gl.num_programs(0) + first) * HEADS + low_pair, True
+        tokens = gl.num_programs(0) // ((HEADS + 63) // 64)
+        return (part.to(gl.int64) * tokens + first) * HEADS + low_pair, True
 
 
 @gluon.jit
 def _scores(
     query, token_stride, head_stride, offsets, lengths, scale, at, stop, quota, b, begin, part,
     low_pair, out, lse, parts, part_lse, plan, left, right, rope, queries, q_rope, bias, shrinks,
-    finals, ready, free, share_ready, final_ready,
+    finals, left_ready, right_ready, free, share_ready, final_ready,
     HEADS: gl.constexpr, BY_PART: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """Weights of every tile, weighted sums of the first half of the values, log-sum-exps, and what
@@ -178,9 +181,10 @@ def _scores(
         weight = gl.full([64], 0.0, gl.float32, rows)
         sofar = gl.full([64, 256], 0.0, gl.float32, VALUES)
         two = nth & 1
-        mbarrier.wait(ready.index(two), (nth // 2) & 1)
-        tile = (left.index(two), right.index(two), rope.index(two))
-        score = _score(queries, q_rope, *tile, none)
+        mbarrier.wait(left_ready.index(two), (nth // 2) & 1)
+        score = _score_left(queries, q_rope, left.index(two), rope.index(two), none)
+        mbarrier.wait(right_ready.index(two), (nth // 2) & 1)
+        score = _score_right(queries, right.index(two), score)
         score = warpgroup_mma_wait(0, deps=[score])
         top, weight, shrink = _soften(
             score, scale, low, sees_all, offsets, lengths, b, low_pair, bias.index(two), top,
@@ -194,12 +198,12 @@ def _scores(
             sofar = warpgroup_mma(share, mine, sofar, is_async=True)
             nth += 1
             two = nth & 1
-            mbarrier.wait(ready.index(two), (nth // 2) & 1)
-            score = _score(
-                queries, q_rope, left.index(two), right.index(two), rope.index(two), none
-            )
-            sofar = warpgroup_mma_wait(3, deps=[sofar])
+            mbarrier.wait(left_ready.index(two), (nth // 2) & 1)
+            score = _score_left(queries, q_rope, left.index(two), rope.index(two), none)
+            sofar = warpgroup_mma_wait(2, deps=[sofar])
             mbarrier.arrive(free.index(two ^ 1), count=1)
+            mbarrier.wait(right_ready.index(two), (nth // 2) & 1)
+            score = _score_right(queries, right.index(two), score)
             score = warpgroup_mma_wait(0, deps=[score])
             top, weight, shrink = _soften(
                 score, scale, block, sees_all, offsets, lengths, b, low_pair, bias.index(two), top,
@@ -249,7 +253,7 @@ def _scores(
 @gluon.jit
 def _values(
     offsets, lengths, at, stop, b, begin, part, low_pair, out, parts, right, rope, shrinks, finals,
-    ready, free, share_ready, final_ready, HEADS: gl.constexpr, PAGED: gl.constexpr,
+    right_ready, free, share_ready, final_ready, HEADS: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """Weighted sums of the second half of the values."""
     rows: gl.constexpr = gl.SliceLayout(1, VALUES)
@@ -260,7 +264,7 @@ def _values(
         sofar = gl.full([64, 256], 0.0, gl.float32, VALUES)
         for _ in range(low, high):
             two = nth & 1
-            mbarrier.wait(ready.index(two), (nth // 2) & 1)
+            mbarrier.wait(right_ready.index(two), (nth // 2) & 1)
             mbarrier.wait(share_ready.index(two), (nth // 2) & 1)
             sofar = sofar * shrinks.index(two).load(rows)[:, None]
             share = shared_as(rope.index(two), gl.bfloat16, HALVES, 64)
@@ -308,19 +312,23 @@ def _attend(
     offsets, lengths, list_len, scale, at, stop, quota, b, begin, part, low_pair, out, lse, parts,
     part_lse, plan,
     HEADS: gl.constexpr, BY_PART: gl.constexpr, PACKED: gl.constexpr, PAGED: gl.constexpr,
+    WHOLE: gl.constexpr,
 ):  # fmt: skip
     """64 rows of queries against tiles ``at`` to ``stop``, by three groups of warps."""
     words: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    rows_of_four: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     left = gl.allocate_shared_memory(gl.int32, [2, 64, 128], words)
     right = gl.allocate_shared_memory(gl.int32, [2, 64, 128], words)
     rope = gl.allocate_shared_memory(gl.int32, [2, 64, 32], words)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [64, 512], HALVES)
-    q_rope = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
+    queries = gl.allocate_shared_memory(gl.int32, [64, 256], words)
+    q_rope = gl.allocate_shared_memory(gl.int32, [64, 32], words)
+    scales = gl.allocate_shared_memory(gl.float32, [2, 64, 4], rows_of_four)
     bias = gl.allocate_shared_memory(gl.float32, [2, 64], plain)
     shrinks = gl.allocate_shared_memory(gl.float32, [2, 64], plain)
     finals = gl.allocate_shared_memory(gl.float32, [4, 64], plain)
-    ready = barriers(2, 1)
+    left_ready = barriers(2, 1)
+    right_ready = barriers(2, 1)
     free = barriers(2, 2)
     share_ready = barriers(2, 1)
     final_ready = barriers(4, 1)
@@ -332,22 +340,23 @@ def _attend(
                 (
                     query, token_stride, head_stride, offsets, lengths, scale, at, stop, quota, b,
                     begin, part, low_pair, out, lse, parts, part_lse, plan, left, right, rope,
-                    queries, q_rope, bias, shrinks, finals, ready, free, share_ready, final_ready,
-                    HEADS, BY_PART, PAGED,
+                    queries, q_rope, bias, shrinks, finals, left_ready, right_ready, free,
+                    share_ready, final_ready, HEADS, BY_PART, PAGED,
                 ),
             ),
             (
                 _values,
                 (
                     offsets, lengths, at, stop, b, begin, part, low_pair, out, parts, right, rope,
-                    shrinks, finals, ready, free, share_ready, final_ready, HEADS, PAGED,
+                    shrinks, finals, right_ready, free, share_ready, final_ready, HEADS, PAGED,
                 ),
             ),
             (
                 produce,
                 (
                     rows, page_stride, per_page, there, where, where_stride, lengths, list_len, at,
-                    stop, b, begin, left, right, rope, bias, ready, free, PACKED, PAGED,
+                    stop, b, begin, left, right, rope, scales, bias, left_ready, right_ready, free,
+                    PACKED, PAGED, WHOLE,
                 ),
             ),
         ],
@@ -365,20 +374,23 @@ def attend_lists(
     count, scale, out, lse, HEADS: gl.constexpr, PACKED: gl.constexpr, TRIM: gl.constexpr,
 ):  # fmt: skip
     """Up to 64 heads of one query against a part of its list."""
-    token = gl.program_id(0)
-    part = gl.program_id(2)
+    # Programs that share a list are next to each other, so that they share what they read of it.
+    blocks: gl.constexpr = (HEADS + 63) // 64
+    token = gl.program_id(0) // blocks
+    part = gl.program_id(1)
     slots += token.to(gl.int64) * slots_stride
     total = gl.cdiv(count, 64)
     if TRIM:
         total = gl.cdiv(_extent(slots, count, there), 64)
-    quota = gl.cdiv(total, gl.num_programs(2))
+    quota = gl.cdiv(total, gl.num_programs(1))
     at = part * quota
     # What there is nothing for has one tile of nothing, so that its results are written.
     stop = gl.maximum(gl.minimum(at + quota, total), at + 1)
     _attend(
         query, token_stride, head_stride, rows, page_stride, per_page, there, slots, slots_stride,
-        slots, slots, count, scale, at, stop, quota, token, 0, part, gl.program_id(1) * 64,
-        out, lse, out, lse, slots, HEADS, False, PACKED, False,
+        slots, slots, count, scale, at, stop, quota, token, 0, part,
+        gl.program_id(0) % blocks * 64,
+        out, lse, out, lse, slots, HEADS, False, PACKED, False, False,
     )  # fmt: skip
 
 
@@ -425,12 +437,12 @@ def _cut(lengths, sequences):
 def attend_pages(
     query, token_stride, head_stride, rows, page_stride, per_page, there, table, table_stride,
     offsets, lengths, sequences, scale, out, lse, parts, part_lse, plan,
-    HEADS: gl.constexpr, BY_PART: gl.constexpr,
+    HEADS: gl.constexpr, BY_PART: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """One part of the keys, for one tile of each sequence's (token, head) pairs."""
     at, stop, quota, b, begin = _cut(lengths, sequences)
     _attend(
         query, token_stride, head_stride, rows, page_stride, per_page, there, table, table_stride,
         offsets, lengths, 0, scale, at, stop, quota, b, begin, gl.program_id(1),
-        gl.program_id(0) * 64, out, lse, parts, part_lse, plan, HEADS, BY_PART, True, True,
+        gl.program_id(0) * 64, out, lse, parts, part_lse, plan, HEADS, BY_PART, True, True, WHOLE,
     )  # fmt: skip

@@ -1,8 +1,10 @@
 """Tiles of latent rows in shared memory, as the tensor cores of an H100 or H200 take them.
 
-A group of four warps fetches one tile's bytes into registers and unpacks them into one of two
-buffers as soon as nobody needs what lies there; plain rows are copied there.  Knows pools, slots
-and pages of one sequence after the other, not what keys are for.
+A group of four warps has one tile after the other copied into one of two buffers, as soon as nobody
+needs what lies there: plain rows as they are, packed ones where their second half will be.  From
+there it takes the codes into registers, and writes values.  Rows of the tile behind are asked for
+in the L2 cache.  Knows pools, slots and pages of one sequence after the other, not what keys are
+for.
 
 Unpacking is integer arithmetic, a product and a sum: the bits of an e4m3 code, four places further
 left, are those of a bfloat16 that is 2^120 times too small, also where the code has no leading one.
@@ -17,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kvtier.kernels.records import RECORDS
 
-__all__ = ["produce", "shared_as"]
+__all__ = ["LINES", "produce", "shared_as"]
 
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """By triton 3.9."""
@@ -26,12 +28,24 @@ LIFT = gl.constexpr(2.0**120)
 LARGEST = gl.constexpr(255.0)
 """The largest scale, nearly 2^8, that is a bfloat16 together with 2^120."""
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
-"""(keys, words) of codes: a thread has 16 of each 64 of a key, a warp eight keys at a time."""
-PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-"""(keys, words) of bfloat16 pairs: the same values in the same threads.  Eight threads at a time
-write to eight different columns of banks."""
+"""(keys, words) of codes: a thread has 16 of each 64 of a key, a warp eight keys at a time.  Eight
+threads at a time write their values to eight different columns of banks."""
 LINES = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-"""(keys, words) of plain rows: eight threads copy a line of one."""
+"""(keys, words) as they are copied: eight threads copy a line of a row."""
+KEYS = gl.constexpr(gl.SliceLayout(1, LINES))
+EACH = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
+"""(keys, lines): the same keys in the same threads."""
+CODES = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 2, [1, 0]))
+"""(keys, words) of codes: what eight threads read at a time lies in different banks."""
+FORESEE = gl.constexpr(
+    """{
+    .reg .pred there;
+    setp.ne.b32 there, $2, 0;
+    @there prefetch.global.L2 [$1];
+    mov.b32 $0, 0;
+}"""
+)
+"""Where a number is not 0, has a line brought to the L2 cache."""
 FACTORS = gl.constexpr(
     """{
     .reg .b32 pair, first;
@@ -76,133 +90,138 @@ def shared_as(memory, kind: gl.constexpr, layout: gl.constexpr, WIDTH: gl.conste
 
 
 @gluon.jit
-def _slots_of(tile, there, where, count, per_page, PAGED: gl.constexpr, layout: gl.constexpr):
-    """Slots of a tile's keys, of ``count``; -1 unless ``there``."""
-    at = tile * 64 + gl.arange(0, 64, layout)
+def _named(tile, there, where, count, per_page, PAGED: gl.constexpr, WHOLE: gl.constexpr):
+    """Of a tile's keys, of ``count``: their slots, or their pages and places in these.  -1 where
+    there are none; ``WHOLE`` tiles lie in one page each."""
+    at = tile * 64 + gl.arange(0, 64, KEYS)
     there = (at < count) & there
     if PAGED:
-        page = gl.load(where + at // per_page, mask=there, other=-1)
-        return gl.where(page >= 0, page * per_page + at % per_page, -1)
+        if WHOLE:
+            nth = tile * 64 // per_page
+            page = gl.load(where + nth, mask=tile * 64 < count, other=-1)
+            return page, gl.where(there, at - nth * per_page, -1)
+        else:
+            page = gl.load(where + at // per_page, mask=there, other=-1)
+            return page, gl.where(there, at % per_page, -1)
     else:
-        return gl.load(where + at, mask=there, other=-1)
+        return gl.load(where + at, mask=there, other=-1), at
 
 
 @gluon.jit
-def _rows_of(slot, rows, page_stride, per_page, there, PACKED: gl.constexpr):
+def _rows_of(
+    name, place, rows, page_stride, per_page, there,
+    PACKED: gl.constexpr, PAGED: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
     """Where each row of a tile lies, and whether there is one."""
-    seen = (slot >= 0) & (slot < there)
-    slot = gl.where(seen, slot, 0).to(gl.int32)
-    page = slot // per_page
+    if PAGED:
+        page = gl.where((name >= 0) & (name * per_page < there), name, -1)
+        seen = (page >= 0) & (place >= 0)
+        page = gl.maximum(page, 0)
+    else:
+        seen = (name >= 0) & (name < there)
+        slot = gl.where(seen, name, 0).to(gl.int32)
+        page = slot // per_page
+        place = slot - page * per_page
     row = rows + page.to(gl.int64) * page_stride
+    if WHOLE:  # one page
+        row = row + gl.full([64], 0, gl.int32, KEYS)
     if PACKED:
-        row = row + (slot - page * per_page) * RECORD_WORDS
+        row = row + gl.where(seen, place, 0) * RECORD_WORDS
     return row, seen
 
 
 @gluon.jit
-def _fetch(row, seen):
-    """A tile's bytes, as words in registers: 64 values of each key eight times, rope values and
-    scales."""
+def _codes(right):
+    """What will be the second half of a tile's values, as codes of each key."""
+    return shared_as(right, gl.int32, CODES, 128)
+
+
+@gluon.jit
+def _copy(
+    row, seen, left, right, rope, scales, bias, wanted, PACKED: gl.constexpr, PAGED: gl.constexpr
+):
+    """Has a tile copied to shared memory if it is ``wanted``, codes to ``right``; zeros where there
+    is no row.  In two groups, the first of what rope keys and half of the values are made of."""
     mask = seen[:, None]
-    at = row[:, None] + gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
-    a0 = gl.load(at, mask=mask, other=0)
-    a1 = gl.load(at + 16, mask=mask, other=0)
-    a2 = gl.load(at + 32, mask=mask, other=0)
-    a3 = gl.load(at + 48, mask=mask, other=0)
-    a4 = gl.load(at + 64, mask=mask, other=0)
-    a5 = gl.load(at + 80, mask=mask, other=0)
-    a6 = gl.load(at + 96, mask=mask, other=0)
-    a7 = gl.load(at + 112, mask=mask, other=0)
-    scales = (row + 128).to(gl.pointer_type(gl.float32))
-    s0 = gl.load(scales, mask=seen, other=0.0)
-    s1 = gl.load(scales + 1, mask=seen, other=0.0)
-    s2 = gl.load(scales + 2, mask=seen, other=0.0)
-    s3 = gl.load(scales + 3, mask=seen, other=0.0)
-    return a0, a1, a2, a3, a4, a5, a6, a7, _rope_of(row, seen), s0, s1, s2, s3
+    line = row[:, None] + gl.arange(0, 32, gl.SliceLayout(0, LINES))[None, :]
+    at = row[:, None] + gl.arange(0, 64 if PACKED else 128, gl.SliceLayout(0, LINES))[None, :]
+    codes = _codes(right)
+    if wanted:
+        if not PAGED:
+            bias.store(gl.where(seen, 0.0, -float("inf")))
+        if PACKED:
+            async_copy.async_copy_global_to_shared(codes.slice(0, 64, 1), at, mask)
+            four = row[:, None] + (128 + gl.arange(0, 4, gl.SliceLayout(0, LINES)))[None, :]
+            four = four.to(gl.pointer_type(gl.float32))
+            async_copy.async_copy_global_to_shared(scales, four, mask)
+            async_copy.async_copy_global_to_shared(rope, line + 132, mask)
+        else:
+            async_copy.async_copy_global_to_shared(left, at, mask)
+            async_copy.async_copy_global_to_shared(rope, line + 256, mask)
+    async_copy.commit_group()
+    if wanted:
+        if PACKED:
+            async_copy.async_copy_global_to_shared(codes.slice(64, 64, 1), at + 64, mask)
+        else:
+            async_copy.async_copy_global_to_shared(right, at + 128, mask)
+    async_copy.commit_group()
 
 
 @gluon.jit
-def _exchange(
-    a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3, row, seen, left, right, rope
-):  # fmt: skip
-    """Unpacks a tile that was fetched for the tensor cores, and fetches the next one, by parts: a
-    part's registers are free once it is unpacked."""
-    mask = seen[:, None]
-    at = row[:, None] + gl.arange(0, 16, gl.SliceLayout(0, WORDS))[None, :]
-    scales = (row + 128).to(gl.pointer_type(gl.float32))
-    # Warps wait for each other between two pieces of the same memory: by turns left and right.
-    left.slice(0, 64, 1).store(_unpacked(a0, a1, s0))
-    a0 = gl.load(at, mask=mask, other=0)
-    a1 = gl.load(at + 16, mask=mask, other=0)
-    s0 = gl.load(scales, mask=seen, other=0.0)
-    right.slice(0, 64, 1).store(_unpacked(a4, a5, s2))
-    a4 = gl.load(at + 64, mask=mask, other=0)
-    a5 = gl.load(at + 80, mask=mask, other=0)
-    s2 = gl.load(scales + 2, mask=seen, other=0.0)
-    rope.store(r)
-    r = _rope_of(row, seen)
-    left.slice(64, 64, 1).store(_unpacked(a2, a3, s1))
-    a2 = gl.load(at + 32, mask=mask, other=0)
-    a3 = gl.load(at + 48, mask=mask, other=0)
-    s1 = gl.load(scales + 1, mask=seen, other=0.0)
-    right.slice(64, 64, 1).store(_unpacked(a6, a7, s3))
-    a6 = gl.load(at + 96, mask=mask, other=0)
-    a7 = gl.load(at + 112, mask=mask, other=0)
-    s3 = gl.load(scales + 3, mask=seen, other=0.0)
-    return a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3
+def _foresee(row, seen, PACKED: gl.constexpr):
+    """Has rows brought to the L2 cache."""
+    width: gl.constexpr = 8 if PACKED else 16
+    last: gl.constexpr = (RECORD_WORDS if PACKED else 288) - 1
+    line = gl.arange(0, width, gl.SliceLayout(0, EACH)) * 32
+    row = gl.convert_layout(row, gl.SliceLayout(1, EACH), assert_trivial=True)
+    seen = gl.convert_layout(seen, gl.SliceLayout(1, EACH), assert_trivial=True).to(gl.int32)
+    at = row[:, None] + gl.minimum(line, last)[None, :]
+    seen, _ = gl.broadcast(seen[:, None], at)
+    gl.inline_asm_elementwise(
+        FORESEE, "=r,l,r", [at, seen], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 @gluon.jit
-def _rope_of(row, seen):
-    row = gl.convert_layout(row, gl.SliceLayout(1, PAIRS), assert_trivial=True)
-    mask = gl.convert_layout(seen, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
-    at = row[:, None] + (132 + gl.arange(0, 32, gl.SliceLayout(0, PAIRS)))[None, :]
-    return gl.load(at, mask=mask, other=0)
+def _unpack(codes, scales, half, HALF: gl.constexpr):
+    """One half of a tile's values from its codes."""
+    a = codes.slice(HALF * 64, 32, 1).load(WORDS)
+    b = codes.slice(HALF * 64 + 32, 32, 1).load(WORDS)
+    even, odd = gl.split(scales.load(WORDS).reshape([64, 2, 2]))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    half.slice(0, 64, 1).store(_unpacked(a, third if HALF else first))
+    half.slice(64, 64, 1).store(_unpacked(b, fourth if HALF else second))
 
 
 @gluon.jit
-def _unpacked(a, b, scale):
-    """128 values of each key, of which each has one scale."""
+def _tell(ready):
+    """Says that half a tile is there."""
+    fence_async_shared()
+    mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def _unpacked(words, scale):
+    """128 values of each key, of which each has one scale, as pairs of bfloat16."""
+    scale = gl.convert_layout(scale, gl.SliceLayout(1, WORDS), assert_trivial=True)
     factor = gl.minimum(scale, LARGEST) * LIFT
     first, rest = gl.inline_asm_elementwise(
         FACTORS, "=r,=r,f", [factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
-    first = first[:, None]
-    rest = rest[:, None]
-    both = gl.join(_values(a, first, rest), _values(b, first, rest))
-    return both.permute((0, 2, 1)).reshape([64, 64])
-
-
-@gluon.jit
-def _values(words, first, rest):
-    """64 values of each key, as pairs of bfloat16."""
-    first, words = gl.broadcast(first, words)
-    rest, words = gl.broadcast(rest, words)
+    first, words = gl.broadcast(first[:, None], words)
+    rest, words = gl.broadcast(rest[:, None], words)
     low, high = gl.inline_asm_elementwise(
         UNPACK, "=r,=r,r,r,r", [words, first, rest], dtype=(gl.int32, gl.int32), is_pure=True,
         pack=1,
     )  # fmt: skip
-    return gl.join(low, high).reshape([64, 32])
-
-
-@gluon.jit
-def _copy(row, seen, left, right, rope):
-    """A tile of plain rows, to shared memory; zeros where there is none."""
-    mask = seen[:, None]
-    at = row[:, None] + gl.arange(0, 32, gl.SliceLayout(0, LINES))[None, :]
-    for i in gl.static_range(4):
-        async_copy.async_copy_global_to_shared(left.slice(32 * i, 32, 1), at + 32 * i, mask)
-        behind = at + (128 + 32 * i)
-        async_copy.async_copy_global_to_shared(right.slice(32 * i, 32, 1), behind, mask)
-    async_copy.async_copy_global_to_shared(rope, at + 256, mask)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
+    return gl.join(low, high).reshape([64, 64])
 
 
 @gluon.jit
 def _next(where, where_stride, lengths, count, b, begin, end, at, stop, per_page,
-          PAGED: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """Slots of tile ``at`` of all tiles; moves on to its sequence."""
+          PAGED: gl.constexpr, WHOLE: gl.constexpr):  # fmt: skip
+    """Names of the keys of tile ``at`` of all tiles; moves on to its sequence."""
     if PAGED:
         if at < stop:
             while at >= end:
@@ -211,48 +230,72 @@ def _next(where, where_stride, lengths, count, b, begin, end, at, stop, per_page
                 count = gl.load(lengths + b)
                 end = begin + gl.cdiv(count, 64)
         where = where + b.to(gl.int64) * where_stride
-    slot = _slots_of(at - begin, at < stop, where, count, per_page, PAGED, layout)
-    return slot, count, b, begin, end
+    name, place = _named(at - begin, at < stop, where, count, per_page, PAGED, WHOLE)
+    return name, place, count, b, begin, end
 
 
 @gluon.jit
 def produce(
     rows, page_stride, per_page, there, where, where_stride, lengths, count, at, stop, b, begin,
-    left, right, rope, bias, ready, free, PACKED: gl.constexpr, PAGED: gl.constexpr,
+    left, right, rope, scales, bias, left_ready, right_ready, free,
+    PACKED: gl.constexpr, PAGED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Fills buffers with tiles of keys."""
-    layout: gl.constexpr = gl.SliceLayout(1, WORDS if PACKED else LINES)
+    tiles = stop - at
     end = begin
     if PAGED:
         count = gl.load(lengths + b)
         end = begin + gl.cdiv(count, 64)
-    slot, count, b, begin, end = _next(
-        where, where_stride, lengths, count, b, begin, end, at, stop, per_page, PAGED, layout
-    )
-    row, seen = _rows_of(slot, rows, page_stride, per_page, there, PACKED)
-    slot, count, b, begin, end = _next(
-        where, where_stride, lengths, count, b, begin, end, at + 1, stop, per_page, PAGED, layout
-    )
-    if PACKED:
-        a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3 = _fetch(row, seen)
-    for nth in range(0, stop - at):
-        two = nth & 1
-        # Before the next tile is fetched, behind which these would have to wait.
-        next_row, next_seen = _rows_of(slot, rows, page_stride, per_page, there, PACKED)
-        slot, count, b, begin, end = _next(
-            where, where_stride, lengths, count, b, begin, end, at + nth + 2, stop, per_page,
-            PAGED, layout,
+    name, place, count, b, begin, end = _next(
+        where, where_stride, lengths, count, b, begin, end, at, stop, per_page, PAGED, WHOLE
+    )  # fmt: skip
+    row, seen = _rows_of(name, place, rows, page_stride, per_page, there, PACKED, PAGED, WHOLE)
+    for i in gl.static_range(2):
+        name, place, count, b, begin, end = _next(
+            where, where_stride, lengths, count, b, begin, end, at + i + 1, stop, per_page, PAGED,
+            WHOLE,
         )  # fmt: skip
-        mbarrier.wait(free.index(two), ((nth // 2) & 1) ^ 1, nth > 1)
-        if not PAGED:
-            bias.index(two).store(gl.where(seen, 0.0, -float("inf")))
-        if PACKED:
-            a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3 = _exchange(
-                a0, a1, a2, a3, a4, a5, a6, a7, r, s0, s1, s2, s3, next_row, next_seen,
-                left.index(two), right.index(two), rope.index(two),
-            )  # fmt: skip
+        _copy(
+            row, seen, left.index(i), right.index(i), rope.index(i), scales.index(i),
+            bias.index(i), i < tiles, PACKED, PAGED,
+        )  # fmt: skip
+        row, seen = _rows_of(name, place, rows, page_stride, per_page, there, PACKED, PAGED, WHOLE)
+    name, place, count, b, begin, end = _next(
+        where, where_stride, lengths, count, b, begin, end, at + 3, stop, per_page, PAGED, WHOLE
+    )  # fmt: skip
+    for nth in range(0, tiles):
+        two = nth & 1
+        codes = _codes(right.index(two))
+        # Four groups are under way at first, two later.
+        if nth == 0:
+            async_copy.wait_group(3)
         else:
-            _copy(row, seen, left.index(two), right.index(two), rope.index(two))
-        fence_async_shared()
-        mbarrier.arrive(ready.index(two), count=1)
-        row, seen = next_row, next_seen
+            async_copy.wait_group(1)
+        if PACKED:
+            _unpack(codes, scales.index(two), left.index(two), 0)
+        _tell(left_ready.index(two))
+        if not PACKED:
+            if nth == 0:
+                async_copy.wait_group(2)
+            else:
+                async_copy.wait_group(0)
+            _tell(right_ready.index(two))
+        if nth > 0:  # beside the next tile's way here the rest is unpacked
+            more = nth + 1 < tiles
+            mbarrier.wait(free.index(two ^ 1), (((nth + 1) // 2) & 1) ^ 1, more)
+            _copy(
+                row, seen, left.index(two ^ 1), right.index(two ^ 1), rope.index(two ^ 1),
+                scales.index(two ^ 1), bias.index(two ^ 1), more, PACKED, PAGED,
+            )  # fmt: skip
+            row, seen = _rows_of(
+                name, place, rows, page_stride, per_page, there, PACKED, PAGED, WHOLE
+            )  # fmt: skip
+            _foresee(row, seen, PACKED)
+            name, place, count, b, begin, end = _next(
+                where, where_stride, lengths, count, b, begin, end, at + nth + 3, stop, per_page,
+                PAGED, WHOLE,
+            )  # fmt: skip
+        if PACKED:
+            async_copy.wait_group(2)
+            _unpack(codes, scales.index(two), right.index(two), 1)
+            _tell(right_ready.index(two))

@@ -25,6 +25,8 @@ PROGRAMS = 256
 """There are to be so many in all, as far as lists can be cut."""
 PARTS = 32
 """Parts of a list, at most."""
+FEW = 8
+"""Up to so many parts are joined without stepping over all the others that there might be."""
 
 
 def mla_sparse(
@@ -95,7 +97,7 @@ def join(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Fills ``out`` (n, heads, 512) and ``lse`` (n, heads) by what each of up to ``PARTS`` parts
     found: (parts, n, heads, 512) means of values and (parts, n, heads) natural log-sum-exps, -inf
     where the means are not written."""
-    _join[(lse.numel(),)](parts, part_lse, parts.shape[0], out, lse, PARTS=PARTS)
+    _join[(lse.numel(),)](parts, part_lse, parts.shape[0], out, lse, PARTS=PARTS, FEW=FEW)
 
 
 @triton.jit(
@@ -174,10 +176,18 @@ def _meet(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _join(parts, part_lse, count, out, lse, PARTS: tl.constexpr):
+def _join(parts, part_lse, count, out, lse, PARTS: tl.constexpr, FEW: tl.constexpr):
     """One head of one query, of the parts of its list."""
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
+    if count <= FEW:
+        _join_row(parts, part_lse, count, row, out, lse, FEW)
+    else:
+        _join_row(parts, part_lse, count, row, out, lse, PARTS)
+
+
+@triton.jit
+def _join_row(parts, part_lse, count, row, out, lse, MOST: tl.constexpr):
+    part = tl.arange(0, MOST)
     where = part * tl.num_programs(0).to(tl.int64) + row
     each = tl.load(part_lse + where, mask=part < count, other=-float("inf"))
     top = tl.max(each, axis=0)

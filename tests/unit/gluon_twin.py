@@ -104,7 +104,7 @@ class Pointers:
         whole = len(self.memory) // width * width
         return self.memory[:whole].view(self.element.stored), some // width, there
 
-    def load(self, mask: Any, other: Any) -> Tensor:
+    def load(self, mask: Any = None, other: Any = None) -> Tensor:
         words, places, there = self._places(mask)
         found = words[places]
         if self.element is BF16:
@@ -204,6 +204,7 @@ class State(threading.local):
     def __init__(self) -> None:
         self.products: list[Product] = []
         self.copies: list[Callable[[], None]] = []
+        self.groups: list[list[Callable[[], None]]] = []
 
 
 HERE = State()
@@ -304,13 +305,19 @@ class Language:
         return tensor(np.log2(x))
 
     @staticmethod
-    def broadcast(a: Array, b: Array) -> tuple[Tensor, Tensor]:
+    def broadcast(a: Array, b: Any) -> tuple[Any, Any]:
+        if isinstance(b, Pointers):
+            return tensor(np.broadcast_to(a, b.at.shape)), b
         one, other = np.broadcast_arrays(a, b)
         return tensor(one), tensor(other)
 
     @staticmethod
     def join(a: Array, b: Array) -> Tensor:
         return tensor(np.stack((np.asarray(a), np.asarray(b)), axis=-1))
+
+    @staticmethod
+    def split(x: Array) -> tuple[Tensor, Tensor]:
+        return tensor(np.asarray(x)[..., 0]), tensor(np.asarray(x)[..., 1])
 
     @staticmethod
     def convert_layout(x: Any, layout: Any, assert_trivial: bool = False) -> Any:
@@ -324,6 +331,8 @@ class Language:
     def inline_asm_elementwise(
         asm: str, constraints: str, args: list[Array], dtype: Any, is_pure: bool, pack: int
     ) -> Any:
+        if "prefetch" in asm:  # nothing comes of it, but of addresses that there are
+            return args[0].load(np.asarray(args[1]) != 0) * 0  # type: ignore[attr-defined]
         found = [tensor(x) for x in assembled(asm, [np.asarray(x) for x in args])]
         return tuple(found) if isinstance(dtype, tuple) else found[0]
 
@@ -456,14 +465,15 @@ class AsyncCopy:
 
     @staticmethod
     def commit_group() -> None:
-        pass
+        HERE.groups.append(HERE.copies)
+        HERE.copies = []
 
     @staticmethod
     def wait_group(outstanding: int = 0) -> None:
-        assert outstanding == 0, "only that of all is known here"
-        for copy in HERE.copies:
-            copy()
-        HERE.copies.clear()
+        assert not HERE.copies, "nobody waits for these"
+        while len(HERE.groups) > outstanding:
+            for copy in HERE.groups.pop(0):
+                copy()
 
 
 def warpgroup_mma(

@@ -282,8 +282,11 @@ def sequences(lengths: list[tuple[int, int]], per_page: int, heads: int) -> tupl
     host = PagedBatch(
         batch.query_lens, batch.kv_lens, table, offsets, batch.kv_lens_device.cpu(), per_page
     )
-    out, lse = mla.absorbed(query.double(), as_rounded(pool), host, latent_dim=512, scale=SCALE)
-    return query, pool, batch, (out, lse.double())
+    asked = query[: int(offsets[-1])].double()
+    out, lse = mla.absorbed(asked, as_rounded(pool), host, latent_dim=512, scale=SCALE)
+    out = torch.cat((out, out.new_zeros(8, heads, 512)))
+    lse = torch.cat((lse.double(), torch.full((8, heads), -INF, dtype=torch.float64)))
+    return query, pool, batch, (out, lse)
 
 
 class TestPages:
@@ -311,6 +314,8 @@ class TestPages:
         query, pool, batch, _ = sequences([(1, 70)], 64, 2)
         with pytest.raises(ValueError, match="queries of"):
             gluon_latent.absorbed(query.float(), pool, batch, latent_dim=512, scale=SCALE)
+        with pytest.raises(ValueError, match="queries, in a batch"):
+            gluon_latent.absorbed(query[:0], pool, batch, latent_dim=512, scale=SCALE)
         with pytest.raises(ValueError, match="tokens"):
             wider = torch.zeros(2, PACKED.page_bytes(32), dtype=torch.uint8)
             gluon_latent.absorbed(query, wider, batch, latent_dim=512, scale=SCALE)
@@ -333,13 +338,24 @@ def test_every_code_at_many_scales() -> None:
     scales[8] = torch.tensor([254.9, 255.0, 256.0, 1e9])
     pool = torch.cat((pool, scales.view(torch.uint8), torch.zeros(64, 128, dtype=torch.uint8)), 1)
     pool = pool.view(1, -1)
-    slots = gluon_twin.tensor(np.arange(64, dtype=np.int32))
+    places = gluon_twin.tensor(np.arange(64, dtype=np.int32))
     storage = gluon_twin._argument(pool.view(torch.int32))
-    rows = names["_rows_of"](slots, storage, pool.shape[1] // 4, 64, 64, True)
+    whole_pages = {"PACKED": True, "PAGED": True, "WHOLE": True}
+    page = gluon_twin.tensor(np.int32(0))
+    row, seen = names["_rows_of"](page, places, storage, pool.shape[1] // 4, 64, 64, **whole_pages)
     shared = gluon_twin.Language.allocate_shared_memory
-    words_of = gluon_twin.TYPES[torch.int32]
-    halves = [shared(words_of, [64, 128], None) for _ in range(2)]
-    names["_exchange"](*names["_fetch"](*rows), *rows, *halves, shared(words_of, [64, 32], None))
+    words = gluon_twin.TYPES[torch.int32]
+    halves = [shared(words, [64, 128], None) for _ in range(2)]
+    rope, four = (
+        shared(words, [64, 32], None),
+        shared(gluon_twin.TYPES[torch.float32], [64, 4], None),
+    )
+    bias = shared(gluon_twin.TYPES[torch.float32], [64], None)
+    names["_copy"](row, seen, *halves, rope, four, bias, True, PACKED=True, PAGED=True)
+    gluon_twin.AsyncCopy.wait_group(0)
+    codes = halves[1].array.copy()
+    for i, half in enumerate(halves):
+        names["_unpack"](gluon_twin.Shared(words, codes), four, half, i)
     got = torch.cat([torch.from_numpy(bf16_of(half)) for half in halves], 1)
     pool.view(64, 656)[8, 512:528] = torch.tensor([254.9, 255, 255, 255]).view(torch.uint8)
     want = read_records(pool, torch.arange(64), PACKED)[:, :512].to(torch.bfloat16).float()
