@@ -112,6 +112,20 @@ def test_every_tier_restores_what_was_computed(variant: str, tmp_path: Path) -> 
             assert got.restored[Tier.GPU] == 0
 
 
+def test_a_graph_without_a_gpu_is_the_model_itself() -> None:
+    model = tiny_model("v3")
+    tokens = random_tokens(6)
+    expected = full_logits(model, tokens)
+    with open_cache(model) as cache, attach(model, cache) as adapter:
+        graph = adapter.capture_decode(batch=2, pages=8)  # more rows and pages than there are
+        with cache.lease(tokens) as lease:
+            for call, start in ((graph.replay, 4), (graph.eager, 5)):
+                feed(cache, adapter, lease, tokens[lease.num_tokens : start])
+                with cache.step([(lease, tokens[start : start + 1])]) as step:
+                    got = call(step)
+                torch.testing.assert_close(got[0], expected[start], atol=LOGITS, rtol=0)
+
+
 def test_rejected_tokens_leave_no_trace() -> None:
     """Four tokens are fed, some are accepted, over and over, across page ends."""
     model = tiny_model("v3")
