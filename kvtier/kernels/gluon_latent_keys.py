@@ -274,13 +274,14 @@ def produce(
         if PACKED:
             _unpack(codes, scales.index(two), left.index(two), 0)
         _tell(left_ready.index(two))
-        if not PACKED:
-            if nth == 0:
-                async_copy.wait_group(2)
-            else:
-                async_copy.wait_group(0)
-            _tell(right_ready.index(two))
-        if nth > 0:  # beside the next tile's way here the rest is unpacked
+        if nth == 0:
+            async_copy.wait_group(2)
+        else:
+            async_copy.wait_group(0)
+        if PACKED:
+            _unpack(codes, scales.index(two), right.index(two), 1)
+        _tell(right_ready.index(two))
+        if nth > 0:
             more = nth + 1 < tiles
             mbarrier.wait(free.index(two ^ 1), (((nth + 1) // 2) & 1) ^ 1, more)
             _copy(
@@ -295,7 +296,3 @@ def produce(
                 where, where_stride, lengths, count, b, begin, end, at + nth + 3, stop, per_page,
                 PAGED, WHOLE,
             )  # fmt: skip
-        if PACKED:
-            async_copy.wait_group(2)
-            _unpack(codes, scales.index(two), right.index(two), 1)
-            _tell(right_ready.index(two))
