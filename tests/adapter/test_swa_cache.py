@@ -3,6 +3,7 @@
 A hit resumes only where a checkpoint holds the rows that the next token's window reaches.
 """
 
+from collections.abc import Iterator
 from functools import cache as memo
 from functools import partial
 from pathlib import Path
@@ -251,13 +252,13 @@ def test_what_a_captured_step_would_run() -> None:
 
 
 @pytest.fixture
-def made() -> Any:
+def made() -> Iterator[Any]:
     """(layout, step) of two requests: 10 new tokens after 20, and 3 after none; windows of 6."""
     with open_cache(swa_model(6)) as cache, cache.lease([]) as one, cache.lease([]) as two:
         with cache.step([(one, random_tokens(20))]):
             pass
         with cache.step([(one, random_tokens(10)), (two, [1, 2, 3])]) as step:
-            return cache.layout, step
+            yield cache.layout, step
 
 
 def test_hand_made_steps_are_checked(made: Any) -> None:
