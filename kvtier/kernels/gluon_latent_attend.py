@@ -64,20 +64,6 @@ def _soften(
 
 
 @gluon.jit
-def _extent(slots, count, there):
-    """How much of a list holds all slots that it has."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    end = 0
-    base = 0
-    while base < count:
-        at = base + gl.arange(0, 2048, layout)
-        slot = gl.load(slots + at, mask=at < count, other=-1)
-        end = gl.maximum(end, gl.max(gl.where((slot >= 0) & (slot < there), at + 1, 0), 0))
-        base += 2048
-    return end
-
-
-@gluon.jit
 def _queries(query, token_stride, head_stride, first, low_pair, pairs, queries, q_rope,
              HEADS: gl.constexpr):  # fmt: skip
     """Rows of queries, to shared memory."""

@@ -81,15 +81,6 @@ it, moved up, what is neither sign nor code cleared, times both factors."""
 
 
 @gluon.jit
-def shared_as(memory, kind: gl.constexpr, layout: gl.constexpr, WIDTH: gl.constexpr):
-    """Shared memory as (64, WIDTH) values of another type."""
-    if RENAMED:
-        return memory.reinterpret(kind, [64, WIDTH], layout)
-    else:  # said for the compiler, which looks at one branch then
-        return memory._reinterpret(kind, [64, WIDTH], layout)
-
-
-@gluon.jit
 def _named(tile, there, where, count, per_page, PAGED: gl.constexpr, WHOLE: gl.constexpr):
     """Of a tile's keys, of ``count``: their slots, or their pages and places in these.  -1 where
     there are none; ``WHOLE`` tiles lie in one page each."""

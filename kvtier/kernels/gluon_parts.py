@@ -4,7 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-__all__ = ["barriers", "exp2"]
+__all__ = ["barriers", "exp2", "extent", "shared_as"]
+
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+"""By triton 3.9."""
 
 
 @gluon.jit
@@ -22,3 +25,26 @@ def exp2(x):
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def shared_as(memory, kind: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """Shared memory as values of another type."""
+    if RENAMED:
+        return memory.reinterpret(kind, shape, layout)
+    else:  # said for the compiler, which looks at one branch then
+        return memory._reinterpret(kind, shape, layout)
+
+
+@gluon.jit
+def extent(slots, count, there, STEP: gl.constexpr):
+    """How much of a list holds all slots that it has, looking at ``STEP`` of it at a time."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    end = 0
+    base = 0
+    while base < count:
+        at = base + gl.arange(0, STEP, layout)
+        slot = gl.load(slots + at, mask=at < count, other=-1)
+        end = gl.maximum(end, gl.max(gl.where((slot >= 0) & (slot < there), at + 1, 0), 0))
+        base += STEP
+    return end
