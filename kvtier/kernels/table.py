@@ -111,7 +111,7 @@ def select(case: Case, *, backend: str = "auto") -> Kernel:
     _check(backend)
     listed = [row for row in listed if row.backend == backend]
     if not listed:
-        raise ConfigError(f"backend {backend!r} does not list {case}")
+        raise ConfigError(_unlisted(backend, [case]))
     if missing := listed[0].missing():
         raise ConfigError(f"backend {backend!r} for {case}: {missing}")
     return _kernel(case, listed[:1])
@@ -131,9 +131,7 @@ def select_all(cases: Mapping[str, Case], *, backend: str = "auto") -> Mapping[s
         if any(row.backend == backend and row.lists(case) for row in ROWS)
     }
     if backend != "auto" and not named:
-        raise ConfigError(
-            f"backend {backend!r} lists none of: {'; '.join(str(c) for c in cases.values())}"
-        )
+        raise ConfigError(_unlisted(backend, list(cases.values())))
     chosen: dict[str, Kernel] = {}
     for key, case in cases.items():
         if key in named:
@@ -141,6 +139,29 @@ def select_all(cases: Mapping[str, Case], *, backend: str = "auto") -> Mapping[s
         elif backend != "torch" and _automatic(case):
             chosen[key] = select(case)
     return MappingProxyType(chosen)
+
+
+def _unlisted(backend: str, cases: list[Case]) -> str:
+    """What to say where ``backend`` lists none of ``cases``: which devices, or else which rows of
+    the first operation that both have, it is for."""
+    asked = sorted({case.operation for case in cases})
+    rows = [row for row in ROWS if row.backend == backend and row.operation in asked]
+    text = f"backend {backend!r} lists none of {', '.join(asked)} as they are needed here"
+    if len(cases) == 1:
+        text = f"backend {backend!r} does not list {cases[0]}"
+    if not rows:
+        return f"{text}: it has no such operation"
+    devices = sorted({device for row in rows for device in row.devices})
+    if cases[0].device not in devices:
+        return f"{text}: it runs on {', '.join(devices)} only, not on {cases[0].device}"
+    wanted = next(case for case in cases if case.operation == rows[0].operation)
+    has = "; ".join(
+        f"{row.record!r}, {'any' if row.dims is None else sorted(row.dims)}, "
+        f"{' or '.join(sorted(str(dtype) for dtype in row.dtypes))}"
+        for row in rows
+        if row.operation == wanted.operation
+    )
+    return f"{text}: {wanted} was asked for, it has (record, dims, dtype) {has}"
 
 
 def _check(backend: str) -> None:

@@ -73,6 +73,29 @@ def test_a_forced_backend_never_takes_other_dimensions(backend: str) -> None:
         select(case, backend=backend)
 
 
+@pytest.mark.parametrize(
+    ("backend", "change", "reason"),
+    [
+        ("triton", {"device": "cpu"}, "it runs on cuda only, not on cpu"),
+        ("flashinfer", {"device": "cpu"}, "it runs on cuda only, not on cpu"),
+        ("sdpa", {}, "it has no such operation"),
+        (
+            "flashinfer",
+            {"dims": (80, 64)},
+            r"dims=\(80, 64\).* was asked for, it has .*'dense', \[\(576, 512\)\], torch.bfloat16",
+        ),
+    ],
+)
+def test_a_forced_backend_says_what_stands_against_it(
+    backend: str, change: dict[str, object], reason: str
+) -> None:
+    case = dataclasses.replace(ABSORBED, **change)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=reason):
+        select(case, backend=backend)
+    with pytest.raises(ConfigError, match=reason):
+        select_all({"a": case, "b": case}, backend=backend)
+
+
 def listed() -> list[tuple[str, str, str, set[tuple[int, ...]] | None, set[str], set[str], str]]:
     """Rows as ``table`` tells of them, in order."""
     rows = []
