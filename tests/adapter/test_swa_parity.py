@@ -323,6 +323,16 @@ def test_a_cache_of_other_windows_is_refused(change: dict[str, Any], says: str) 
             attach(model, cache)
 
 
+def test_a_cache_without_windows_is_refused() -> None:
+    """Also where the sizes are none that packed rows have: nothing is said of records."""
+    model = tiny_model("v3", num_hidden_layers=3)
+    layout = layout_for(model.config, page_tokens=PAGE, dtype=torch.float32)
+    with open_cache(model, layout=layout) as cache:
+        model.config.window_attn_skip_freq, model.config.sliding_window = [0, 1, 0], 6
+        with pytest.raises(LayoutMismatch, match=r"window_layers is \(\), the model has \(1,\)"):
+            attach(model, cache)
+
+
 def test_every_component_is_read() -> None:
     model, tokens = swa_model(6), random_tokens(30)
     for broken in ("latent", "window_latent"):

@@ -214,7 +214,10 @@ def _check_layout(layout: Layout, config: Any, dtype: torch.dtype) -> None:
     How windows are stored and the sizes of pages are the layout's to choose; the rest is the
     model's.
     """
-    record = layout.meta.get("window_record") if window_layers(config) else None
+    windowed = window_layers(config)
+    record = layout.meta.get("window_record") if windowed else None
+    if windowed and record is None:
+        raise LayoutMismatch(f"window_layers is (), the model has {windowed}")
     wanted = layout_for(
         config,
         page_tokens=layout.page_tokens,

@@ -71,11 +71,13 @@ def layout_for(
         for name, wanted in PACKED_DIMS.items():
             found = model.head_dim if name == "head_dim" else model.rope_dim
             if found != wanted:
-                raise UnsupportedModel(f"{name} is {found}; fp8 records have {wanted}")
+                raise UnsupportedModel(
+                    f"{name} is {found}; fp8 records have {wanted}: use record='fp32'"
+                )
     if index_record != "fp32" and model.index_dim not in (0, PACKED_INDEX_DIM):
         raise UnsupportedModel(
             f"index_head_dim is {model.index_dim}; {index_record} index records have "
-            f"{PACKED_INDEX_DIM}"
+            f"{PACKED_INDEX_DIM}: use index_record='fp32'"
         )
     page = PAGE_TOKENS if page_tokens is None else page_tokens
     if not is_size(page):
