@@ -76,14 +76,16 @@ def attach(
     """Let every attention layer of ``model`` read and write ``cache`` during a step.
 
     All layers or none; other models in the process are untouched; ``state_dict`` keys do not
-    change.  ``workspace_bytes`` bounds the scratch of attention, beside what a step's own tokens
-    take; of V2 and V3 most of it is taken here, once for all layers.  ``device_bytes`` is what the
-    cache's device pool and this scratch may come to together; without it only what the device has
-    no room for is refused.  V2 and V3 have two forms of attention: sequences with at most
-    ``max_absorbed`` new tokens take the absorbed one.  By default that is where the operation
-    counts meet; "measured" times both forms of the first layer here and now, with its own kernels.
-    V3.2 and V4 have one form, and take no limit.  ``draft`` keeps rows in the cache as the model
-    does, in every step; without one draft layers are filled with zeros.
+    change.  ``backend`` runs every operation that it lists for this model on its device, and what
+    "auto" takes the others; with "torch" all run in the reference.  ``workspace_bytes`` bounds the
+    scratch of attention, beside what a step's own tokens take; of V2 and V3 most of it is taken
+    here, once for all layers.  ``device_bytes`` is what the cache's device pool and this scratch
+    may come to together; without it only what the device has no room for is refused.  V2 and V3
+    have two forms of attention: sequences with at most ``max_absorbed`` new tokens take the
+    absorbed one.  By default that is where the operation counts meet; "measured" times both forms
+    of the first layer here and now, with its own kernels.  V3.2 and V4 have one form, and take no
+    limit.  ``draft`` keeps rows in the cache as the model does, in every step; without one draft
+    layers are filled with zeros.
     Raises UnsupportedModel naming what is missing, LayoutMismatch naming the field in which the
     cache's layout is not this model's, ConfigError for a backend, workspace or limit that cannot
     work, CacheClosed.
