@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kvtier.kernels.gluon_latent_keys import LINES, produce, shared_as
-from kvtier.kernels.gluon_parts import barriers, exp2
+from kvtier.kernels.gluon_latent_keys import LINES, produce
+from kvtier.kernels.gluon_parts import barriers, exp2, extent, shared_as
 
 __all__ = ["attend_lists", "attend_pages"]
 
@@ -84,22 +84,22 @@ def _queries(query, token_stride, head_stride, first, low_pair, pairs, queries, 
 @gluon.jit
 def _score_left(queries, q_rope, left, rope, none):
     """Scores of a tile by what comes first of it, under way."""
-    q = shared_as(q_rope, gl.bfloat16, HALVES, 64)
+    q = shared_as(q_rope, gl.bfloat16, [64, 64], HALVES)
     score = warpgroup_mma(q, _transposed(rope, 64), none, use_acc=False, is_async=True)
-    q = shared_as(queries, gl.bfloat16, HALVES, 512).slice(0, 256, 1)
+    q = shared_as(queries, gl.bfloat16, [64, 512], HALVES).slice(0, 256, 1)
     return warpgroup_mma(q, _transposed(left, 256), score, is_async=True)
 
 
 @gluon.jit
 def _score_right(queries, right, score):
     """The rest of them."""
-    q = shared_as(queries, gl.bfloat16, HALVES, 512).slice(256, 256, 1)
+    q = shared_as(queries, gl.bfloat16, [64, 512], HALVES).slice(256, 256, 1)
     return warpgroup_mma(q, _transposed(right, 256), score, is_async=True)
 
 
 @gluon.jit
 def _transposed(keys, WIDTH: gl.constexpr):
-    return shared_as(keys, gl.bfloat16, HALVES, WIDTH).permute((1, 0))
+    return shared_as(keys, gl.bfloat16, [64, WIDTH], HALVES).permute((1, 0))
 
 
 @gluon.jit
@@ -174,13 +174,13 @@ def _scores(
         score = warpgroup_mma_wait(0, deps=[score])
         top, weight, shrink = _soften(
             score, scale, low, sees_all, offsets, lengths, b, low_pair, bias.index(two), top,
-            weight, shared_as(rope.index(two), gl.bfloat16, HALVES, 64), shrinks.index(two),
+            weight, shared_as(rope.index(two), gl.bfloat16, [64, 64], HALVES), shrinks.index(two),
             HEADS, PAGED,
         )  # fmt: skip
         mbarrier.arrive(share_ready.index(two), count=1)
         for block in range(low + 1, high):
-            share = shared_as(rope.index(two), gl.bfloat16, HALVES, 64)
-            mine = shared_as(left.index(two), gl.bfloat16, HALVES, 256)
+            share = shared_as(rope.index(two), gl.bfloat16, [64, 64], HALVES)
+            mine = shared_as(left.index(two), gl.bfloat16, [64, 256], HALVES)
             sofar = warpgroup_mma(share, mine, sofar, is_async=True)
             nth += 1
             two = nth & 1
@@ -193,13 +193,13 @@ def _scores(
             score = warpgroup_mma_wait(0, deps=[score])
             top, weight, shrink = _soften(
                 score, scale, block, sees_all, offsets, lengths, b, low_pair, bias.index(two), top,
-                weight, shared_as(rope.index(two), gl.bfloat16, HALVES, 64), shrinks.index(two),
-                HEADS, PAGED,
+                weight, shared_as(rope.index(two), gl.bfloat16, [64, 64], HALVES),
+                shrinks.index(two), HEADS, PAGED,
             )  # fmt: skip
             mbarrier.arrive(share_ready.index(two), count=1)
             sofar = sofar * gl.convert_layout(shrink, out_rows, assert_trivial=True)[:, None]
-        share = shared_as(rope.index(two), gl.bfloat16, HALVES, 64)
-        mine = shared_as(left.index(two), gl.bfloat16, HALVES, 256)
+        share = shared_as(rope.index(two), gl.bfloat16, [64, 64], HALVES)
+        mine = shared_as(left.index(two), gl.bfloat16, [64, 256], HALVES)
         sofar = warpgroup_mma(share, mine, sofar, is_async=True)
         safe = gl.where(weight > 0, weight, 1.0)
         finals.index(segment & 3).store(1 / safe)
@@ -253,8 +253,8 @@ def _values(
             mbarrier.wait(right_ready.index(two), (nth // 2) & 1)
             mbarrier.wait(share_ready.index(two), (nth // 2) & 1)
             sofar = sofar * shrinks.index(two).load(rows)[:, None]
-            share = shared_as(rope.index(two), gl.bfloat16, HALVES, 64)
-            mine = shared_as(right.index(two), gl.bfloat16, HALVES, 256)
+            share = shared_as(rope.index(two), gl.bfloat16, [64, 64], HALVES)
+            mine = shared_as(right.index(two), gl.bfloat16, [64, 256], HALVES)
             sofar = warpgroup_mma(share, mine, sofar, is_async=True)
             sofar = warpgroup_mma_wait(0, deps=[sofar])
             mbarrier.arrive(free.index(two), count=1)
@@ -284,7 +284,7 @@ def _write(sums, memory, to, count):
     narrow: gl.constexpr = to.dtype.element_ty.primitive_bitwidth == 16
     held: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8 if narrow else 4, [1, 0])
     lines: gl.constexpr = gl.BlockedLayout([1, 8 if narrow else 4], [1, 32], [4, 1], [1, 0])
-    memory = shared_as(memory, to.dtype.element_ty, held, 256)
+    memory = shared_as(memory, to.dtype.element_ty, [64, 256], held)
     memory.store(sums.to(to.dtype.element_ty))
     row = gl.arange(0, 64, gl.SliceLayout(1, lines))
     column = gl.arange(0, 256, gl.SliceLayout(0, lines))
@@ -367,7 +367,7 @@ def attend_lists(
     slots += token.to(gl.int64) * slots_stride
     total = gl.cdiv(count, 64)
     if TRIM:
-        total = gl.cdiv(_extent(slots, count, there), 64)
+        total = gl.cdiv(extent(slots, count, there, 2048), 64)
     quota = gl.cdiv(total, gl.num_programs(1))
     at = part * quota
     # What there is nothing for has one tile of nothing, so that its results are written.

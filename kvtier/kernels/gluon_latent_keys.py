@@ -17,12 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from kvtier.kernels.gluon_parts import shared_as
 from kvtier.kernels.records import RECORDS
 
-__all__ = ["LINES", "produce", "shared_as"]
+__all__ = ["LINES", "produce"]
 
-RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-"""By triton 3.9."""
 RECORD_WORDS = gl.constexpr(RECORDS["mla_fp8"].slot_bytes // 4)
 LIFT = gl.constexpr(2.0**120)
 LARGEST = gl.constexpr(255.0)
@@ -124,7 +123,7 @@ def _rows_of(
 @gluon.jit
 def _codes(right):
     """What will be the second half of a tile's values, as codes of each key."""
-    return shared_as(right, gl.int32, CODES, 128)
+    return shared_as(right, gl.int32, [64, 128], CODES)
 
 
 @gluon.jit
