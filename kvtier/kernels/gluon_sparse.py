@@ -12,6 +12,7 @@ from torch import Tensor
 from kvtier.config import parse_bytes
 from kvtier.kernels.gluon_sparse_attend import attend
 from kvtier.kernels.records import Record
+from kvtier.kernels.sparse import check_extra
 from kvtier.kernels.triton_sparse import DIM, check_lists, join, splits_of
 from kvtier.kernels.triton_write import adjacent, pool_of
 
@@ -43,10 +44,11 @@ def sparse_attend(
     taken as 2^7: rows hold values below 57,344.  Weights are rounded to bfloat16 before they meet
     the values; scores and sums are float32.  Asks the device nothing; slots past the pool count as
     none, and ``extra_lengths`` are not looked at.  Raises ValueError for other queries, records and
-    pages.
+    pages, and for one of ``extra`` and ``extra_slots`` without the other.
     """
     query, sink = adjacent(query), adjacent(sink)
     n, heads, _ = query.shape
+    check_extra(extra, extra_slots)
     if extra is None or extra_slots is None:
         extra, extra_slots = window, window_slots[:, :0]
     window_slots, extra_slots = adjacent(window_slots), adjacent(extra_slots)
@@ -85,7 +87,7 @@ def sparse_attend(
         heads,
         WHOLE=splits == 1,
         num_warps=4,
-        maxnreg=168,
+        maxnreg=128,
     )
     if splits > 1:
         join(parts, part_lse, splits, sink, out, lse)

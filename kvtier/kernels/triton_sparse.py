@@ -143,11 +143,12 @@ def join(
     what each of ``splits`` parts found: (splits * n * heads, 512) means of values and natural
     log-sum-exps, -inf where the means are not written."""
     heads, rows = out.shape[1], lse.numel()
-    pieces = 4 if rows <= 512 else 1  # few rows: more programs
+    pieces = 8 if rows <= 128 else 4 if rows <= 256 else 1  # few rows: more programs
     _join[(rows, pieces)](
         *(parts, part_lse, rows, splits, sink, 0, out, lse, heads),
         SPLITS=triton.next_power_of_2(splits),
         WIDTH=DIM // pieces,
+        num_warps=1 if pieces > 1 else 4,
     )
 
 

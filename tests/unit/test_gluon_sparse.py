@@ -20,6 +20,7 @@ from kvtier.kernels import (
     RECORDS,
     gluon_sparse,
     gluon_sparse_attend,
+    gluon_sparse_keys,
     read_records,
     sparse_attend,
     write_records,
@@ -261,7 +262,7 @@ def test_the_workspace_bounds_the_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_every_code_at_every_scale() -> None:
     """Unpacked values are exactly the reference's, up to a scale of 2^7; that is the largest."""
-    names = gluon_twin.names_of(gluon_sparse_attend)
+    names = gluon_twin.names_of(gluon_sparse_keys)
     codes = torch.arange(256, dtype=torch.uint8).repeat(2)[:448]
     codes[codes & 0x7F == 0x7F] = 0  # NaN, which no writer leaves
     records = codes.repeat(256, 1)
@@ -304,6 +305,9 @@ def test_other_queries_are_refused(kind: torch.dtype) -> None:
         case.run(query=case.query.to(kind).to(DEVICE))
     with pytest.raises(ValueError, match="sink"):
         case.run(sink=torch.zeros(3, device=DEVICE))
+    for name in ("extra", "extra_slots"):
+        with pytest.raises(ValueError, match="together"):
+            case.run(**{name: None})
 
 
 def test_other_pages_are_refused() -> None:
@@ -347,8 +351,9 @@ def test_it_compiles_as_it_was_meant_to() -> None:
     report = json.loads(done.stdout)
     for name in ("whole", "parts"):
         found = report[f"attend {name}"]
-        # Scores before and in the loop; values of one group in it and after it, of the other in it.
-        assert found["products"] == 2 * 32 + 3 * 4
+        # Scores before and in the loop; values of one group in it and after it, of the other in it,
+        # 128 columns at a time.
+        assert found["products"] == 2 * 32 + 3 * 2 * 4
         assert found["warnings"] == []
         assert found["spilled"] <= 64
         assert found["shared"] <= 227 * 1024
