@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kvtier.kernels.gluon_parts import barriers, exp2
-from kvtier.kernels.gluon_sparse_keys import lay_out, shared_as, tiles
+from kvtier.kernels.gluon_parts import barriers, exp2, shared_as
+from kvtier.kernels.gluon_sparse_keys import lay_out, tiles
 
 __all__ = ["attend"]
 

@@ -12,10 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-__all__ = ["lay_out", "shared_as", "tiles"]
+from kvtier.kernels.gluon_parts import extent
 
-RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-"""By triton 3.9."""
+__all__ = ["lay_out", "tiles"]
+
 LARGEST = gl.constexpr(134)
 """Exponent of the largest scale, 2^7, that is one bfloat16 together with 2^120."""
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
@@ -38,15 +38,6 @@ UNPACK = gl.constexpr(
 )
 """Four codes, and a pair of equal factors, to two pairs of values: each byte with its sign
 repeated above it, moved up, what is neither sign nor code cleared, times the factor."""
-
-
-@gluon.jit
-def shared_as(memory, kind: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """Shared memory as values of another type."""
-    if RENAMED:
-        return memory.reinterpret(kind, shape, layout)
-    else:  # said for the compiler, which looks at one branch then
-        return memory._reinterpret(kind, shape, layout)
 
 
 @gluon.jit
@@ -121,23 +112,9 @@ def _unpack(a0, a1, a2, a3, scales, into, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _extent(slots, count, there):
-    """How much of a list holds all slots that it has."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    end = 0
-    base = 0
-    while base < count:
-        at = base + gl.arange(0, 512, layout)
-        slot = gl.load(slots + at, mask=at < count, other=-1)
-        end = gl.maximum(end, gl.max(gl.where((slot >= 0) & (slot < there), at + 1, 0), 0))
-        base += 512
-    return end
-
-
-@gluon.jit
 def tiles(num_window, extra_slots, num_extra, extra_there):
     """Tiles that there are, and this program's number of them."""
-    total = gl.cdiv(num_window, 64) + gl.cdiv(_extent(extra_slots, num_extra, extra_there), 64)
+    total = gl.cdiv(num_window, 64) + gl.cdiv(extent(extra_slots, num_extra, extra_there, 512), 64)
     part = gl.program_id(2)
     step = gl.num_programs(2)
     return total, gl.cdiv(gl.maximum(total - part, 0), step)
