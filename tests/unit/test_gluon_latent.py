@@ -210,6 +210,19 @@ class TestLists:
         case.query *= 64
         case.check()
 
+    @BOTH
+    def test_whoever_is_first(
+        self, record: str, parts: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Copies arrive and groups of warps go on in many orders."""
+        parts(1)
+        case = Case(record, 1, 2, 300)
+        for seed in range(1 if GPU else 24):
+            if not GPU:
+                launched = gluon_twin.Launched(gluon_latent_attend, "attend_lists", seed)
+                monkeypatch.setattr(gluon_latent, "attend_lists", launched)
+            case.check()
+
     def test_nothing_at_all(self) -> None:
         case = Case("mla_fp8", 1, 3, 10)
         for n, heads in ((0, 3), (1, 0)):
@@ -397,5 +410,5 @@ def test_it_compiles_as_it_was_meant_to() -> None:
         # Scores before and in the loop; values in the loop and after it, and of the other half.
         assert found["products"] == 2 * 36 + 3 * 4, label
         assert found["warnings"] == [], label
-        assert found["spilled"] <= (360 if label == "pages" else 96), label
+        assert found["spilled"] <= (240 if label == "pages" else 32), label
         assert found["shared"] <= 227 * 1024, label
