@@ -22,6 +22,8 @@ HEADS = 64
 """Heads of a program: one tile of the tensor cores' rows."""
 KEYS = 64
 """Keys of a tile."""
+GRID = 65_535
+"""Queries of a launch, at most."""
 LOG2E = 1.4426950408889634
 
 
@@ -55,6 +57,22 @@ def sparse_attend(
     check_lists(query, sink, window_slots, extra_slots)
     if record.name != "v4_fp8" or query.dtype != torch.bfloat16:
         raise ValueError(f"{record.name!r} records, queries in {query.dtype}")
+    if n > GRID:
+        done = [
+            sparse_attend(
+                query[i : i + GRID],
+                window,
+                window_slots[i : i + GRID],
+                sink,
+                scale=scale,
+                record=record,
+                extra=extra,
+                extra_slots=extra_slots[i : i + GRID],
+                workspace_bytes=workspace_bytes,
+            )
+            for i in range(0, n, GRID)
+        ]
+        return torch.cat([out for out, _ in done]), torch.cat([lse for _, lse in done])
     blocks = triton.cdiv(heads, HEADS)
     a_split = max(1, n * heads * (DIM + 1) * 4)
     most = parse_bytes(workspace_bytes, "workspace_bytes") // a_split
@@ -66,7 +84,7 @@ def sparse_attend(
     parts_of = splits if splits > 1 else 0
     parts = query.new_empty(parts_of * n * heads, DIM, dtype=torch.float32)
     part_lse = query.new_empty(parts_of * n * heads, dtype=torch.float32)
-    attend[(n, blocks, splits)](
+    attend[(blocks, n, splits)](
         query,
         *query.stride()[:2],
         *_words_of(window, record),

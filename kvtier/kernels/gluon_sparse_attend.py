@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kvtier.kernels.gluon_parts import barriers, exp2, shared_as
-from kvtier.kernels.gluon_sparse_keys import lay_out, tiles
+from kvtier.kernels.gluon_sparse_keys import bring, lay_out, tiles
 
 __all__ = ["attend"]
 
@@ -35,6 +35,9 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, SUMS, 2))
 REGISTERS = gl.constexpr([160, 72, 72])
 """Registers a thread of the groups beside the first, which has the rest of four times 128."""
+
+AHEAD = gl.constexpr(2)
+"""Tiles that the L2 cache is asked for at first; then one whenever one is summed up."""
 
 
 @gluon.jit
@@ -80,8 +83,8 @@ def _narrowed(p):
 def _hold(query, token_stride, head_stride, heads, queries, HALF: gl.constexpr):
     """Half of the queries, in shared memory."""
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    token = gl.program_id(0).to(gl.int64)
-    head = gl.program_id(1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, lines))
+    token = gl.program_id(1).to(gl.int64)
+    head = gl.program_id(0) * 64 + gl.arange(0, 64, gl.SliceLayout(1, lines))
     row = (query + token * token_stride + head.to(gl.int64) * head_stride)[:, None]
     column = HALF * 256 + gl.arange(0, 256, gl.SliceLayout(0, lines))[None, :]
     queries.index(HALF).store(gl.load(row + column, mask=(head < heads)[:, None], other=0.0))
@@ -97,8 +100,8 @@ def _write(
     that had no tiles is not written."""
     lines: gl.constexpr = gl.BlockedLayout([1, 8 if WHOLE else 4], [1, 32], [4, 1], [1, 0])
     held: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8 if WHOLE else 4, [1, 0])
-    head = gl.program_id(1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, lines))
-    first = gl.program_id(0).to(gl.int64) * heads
+    head = gl.program_id(0) * 64 + gl.arange(0, 64, gl.SliceLayout(1, lines))
+    first = gl.program_id(1).to(gl.int64) * heads
     if WHOLE:
         to = out + first * 512
         memory = shared_as(keys, gl.bfloat16, [4, 64, 256], held).index(2 * HALF)
@@ -166,9 +169,9 @@ def _lead(
     )  # fmt: skip
     weight = gl.convert_layout(gl.sum(weight, 1), rows)
 
-    head = gl.program_id(1) * 64 + gl.arange(0, 64, rows)
+    head = gl.program_id(0) * 64 + gl.arange(0, 64, rows)
     real = head < heads
-    first = gl.program_id(0).to(gl.int64) * heads
+    first = gl.program_id(1).to(gl.int64) * heads
     safe = gl.where(weight > 0, weight, 1.0)
     found = gl.where(weight > 0, (top + gl.log2(safe)) * LN2, -float("inf"))
     if WHOLE:
@@ -191,19 +194,28 @@ def _lead(
 def _follow(
     query, token_stride, head_stride, num_window, extra_there, extra_slots, num_extra,
     out, parts, rows_a_part, heads,
-    keys, queries, share, shrinks, free, passed, taken, ends, WHOLE: gl.constexpr,
+    keys, queries, share, shrinks, free, passed, taken, ends, lists, pools, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """The second group: sums of the right half of the values, by the weights that it is passed."""
+    """The second group: sums of the right half of the values, by the weights that it is passed; has
+    tiles that are to come brought near beside it."""
     _hold(query, token_stride, head_stride, heads, queries, 1)
     mbarrier.arrive(ends.index(0), count=1)
-    _, mine = tiles(num_window, extra_slots, num_extra, extra_there)
+    total, mine = tiles(num_window, extra_slots, num_extra, extra_there)
     sofar = gl.full([64, 256], 0.0, gl.float32, SUMS)
     count = gl.maximum(mine, 1)
+    in_window = gl.cdiv(num_window, 64)
+    step = gl.num_programs(2)
+    far = gl.program_id(2) + step
+    for _ in gl.static_range(AHEAD):
+        bring(far, in_window, total, *lists, *pools)
+        far += step
     for nth in range(count):
         two = nth & 1
         mbarrier.wait(passed.index(two), (nth >> 1) & 1)
         sofar = sofar * shrinks.index(two).load(gl.SliceLayout(1, SUMS))[:, None]
         sofar = warpgroup_mma(share.index(two), _half(keys, two, 1), sofar, is_async=True)
+        bring(far, in_window, total, *lists, *pools)
+        far += step
         sofar = warpgroup_mma_wait(0, deps=[sofar])
         mbarrier.arrive(free.index(2 + two), count=1)
         mbarrier.arrive(taken.index(two), count=1)
@@ -252,7 +264,7 @@ def attend(
     # That the right half of the queries lies there, and that the sums' share in the mean does.
     ends = barriers(2, 1)
     fence_async_shared()
-    token = gl.program_id(0).to(gl.int64)
+    token = gl.program_id(1).to(gl.int64)
     window_slots += token * window_slots_stride
     extra_slots += token * extra_slots_stride
     lists = (window_slots, num_window, extra_slots, num_extra)
@@ -278,7 +290,7 @@ def attend(
                     query, token_stride, head_stride,
                     num_window, extra_there, extra_slots, num_extra,
                     out, parts, rows_a_part, heads,
-                    keys, queries, share, shrinks, free, passed, taken, ends, WHOLE,
+                    keys, queries, share, shrinks, free, passed, taken, ends, lists, pools, WHOLE,
                 ),
             ),
             (lay_out, (lists, pools, keys, bias, full, free, 0)),

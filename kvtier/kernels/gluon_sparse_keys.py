@@ -1,7 +1,9 @@
 """Tiles of packed V4 records, unpacked for the tensor cores of an H100 or H200: what runs there.
 
 A group of four warps has one half of the values of every tile: it unpacks one tile's bytes into one
-of two buffers in shared memory, then fetches those of the next into registers.
+of two buffers in shared memory, then fetches those of the next into registers.  These hold no more
+than a tile, and random rows arrive late, two microseconds after they were asked for where all
+multiprocessors ask: so whoever has time for it has later tiles brought to the L2 cache.
 
 Unpacking is integer arithmetic and one product: the bits of an e4m3 code, four places further left,
 are those of a bfloat16 that is 2^120 times too small, also where the code has no leading one.  The
@@ -14,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kvtier.kernels.gluon_parts import extent
 
-__all__ = ["lay_out", "tiles"]
+__all__ = ["bring", "lay_out", "tiles"]
 
 LARGEST = gl.constexpr(134)
 """Exponent of the largest scale, 2^7, that is one bfloat16 together with 2^120."""
@@ -23,6 +25,8 @@ WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 """(keys, words) of bfloat16 pairs: the same values in the same threads.  Eight threads at a time
 write to eight different columns of banks."""
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+"""Two threads a key."""
 UNPACK = gl.constexpr(
     """{
     .reg .b32 low, high;
@@ -38,6 +42,25 @@ UNPACK = gl.constexpr(
 )
 """Four codes, and a pair of equal factors, to two pairs of values: each byte with its sign
 repeated above it, moved up, what is neither sign nor code cleared, times the factor."""
+BRING_ROW = gl.constexpr(
+    """{
+    .reg .pred there;
+    setp.ne.b32 there, $2, 0;
+    @there prefetch.global.L2 [$1];
+    @there prefetch.global.L2 [$1 + 128];
+    @there prefetch.global.L2 [$1 + 256];
+    mov.b32 $0, 0;
+}"""
+)
+BRING_SCALES = gl.constexpr(
+    """{
+    .reg .pred there;
+    setp.ne.b32 there, $2, 0;
+    @there prefetch.global.L2 [$1];
+    mov.b32 $0, 0;
+}"""
+)
+"""Where a number is not 0, have lines brought to the L2 cache: of half a row, and of its scales."""
 
 
 @gluon.jit
@@ -66,6 +89,42 @@ def _values(words, scales, C: gl.constexpr):
 @gluon.jit
 def _beside(a, b):
     return gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
+
+
+@gluon.jit
+def bring(
+    tile, in_window, total, window_slots, num_window, extra_slots, num_extra,
+    window, window_stride, window_shift, window_there,
+    extra, extra_stride, extra_shift, extra_there,
+):  # fmt: skip
+    """Has a tile's bytes brought to the L2 cache; none from tile ``total`` on."""
+    first = tile < in_window
+    half = gl.arange(0, 128, LINE) & 1
+    at = gl.where(first, tile, tile - in_window) * 64 + (gl.arange(0, 128, LINE) >> 1)
+    there = (at < gl.where(first, num_window, num_extra)) & (tile < total)
+    slot = gl.load(gl.where(first, window_slots, extra_slots) + at, mask=there, other=-1)
+    seen = (slot >= 0) & (slot < gl.where(first, window_there, extra_there))
+    slot = gl.where(seen, slot, 0).to(gl.int32)
+    shift = gl.where(first, window_shift, extra_shift)
+    page = (slot >> shift).to(gl.int64) * gl.where(first, window_stride, extra_stride)
+    row = slot & ((1 << shift) - 1)
+    base = gl.where(first, window, extra)
+    gl.inline_asm_elementwise(
+        BRING_ROW,
+        "=r,l,r",
+        [base + (page + row * 144 + half * 72), seen.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    gl.inline_asm_elementwise(
+        BRING_SCALES,
+        "=r,l,r",
+        [base + (page + (144 << shift) + row * 2), (seen & (half == 0)).to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

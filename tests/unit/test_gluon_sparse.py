@@ -250,6 +250,12 @@ class TestWhatChangesNothing:
             assert torch.equal(alone[0][0], out[0]) and torch.equal(alone[1][0], lse[0])
 
 
+def test_more_queries_than_a_launch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(5, 2, 40, 70, holes=True)
+    monkeypatch.setattr(gluon_sparse, "GRID", 2)
+    case.check(case.run(), case.expected())
+
+
 def test_the_workspace_bounds_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     case, seen = Case(1, 2, 64, 64), []
     joined = gluon_sparse.join
@@ -355,5 +361,5 @@ def test_it_compiles_as_it_was_meant_to() -> None:
         # 128 columns at a time.
         assert found["products"] == 2 * 32 + 3 * 2 * 4
         assert found["warnings"] == []
-        assert found["spilled"] <= 64
+        assert found["spilled"] <= 96
         assert found["shared"] <= 227 * 1024
