@@ -6,13 +6,14 @@ then each merges a share of the sequence's outputs.  Whoever is the last to have
 done leaves the counter at 0, for the next launch.
 
 A part keeps at most two such results: of a sequence that starts in an earlier part, its first, and
-of one that goes on in the next part, its last.
+of one that goes on in the next part, its last.  A result is 64 rows of 512 values, eight columns of
+all rows together, so that what a warp of a product's accumulators stores lies in one piece.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["arrive", "join", "slot_of"]
+__all__ = ["arrive", "join", "place_of", "slot_of"]
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 """Renamed by triton 3.9."""
@@ -24,6 +25,12 @@ LOG2E = gl.constexpr(1.4426950408889634)
 def slot_of(part, starts):
     """Where a part keeps what it found of a sequence that starts in it, or in an earlier one."""
     return (part * 2 + starts.to(gl.int32)) * gl.num_programs(0) + gl.program_id(0)
+
+
+@gluon.jit
+def place_of(row, column):
+    """Where a result has its value of a row and a column."""
+    return row * 8, column // 8 * 512 + column % 8
 
 
 @gluon.jit
@@ -51,101 +58,73 @@ def join(
     if gl.atomic_add(place, 1, sem="relaxed", scope="gpu") == 2 * held - 1:
         gl.store(place, 0)
     to = first.to(gl.int64) * HEADS + tile * 64
-    out += to * 512
-    lse += to
+    of = (pairs, one, last, out + to * 512, lse + to, parts, part_lse)
+    # Each warp has columns of its own, so that sums over parts stay within it.
+    columns: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 2, 8, 2], [1, 4, 1, 1], [3, 2, 1, 0])
+    both: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [2, 1, 8, 2], [1, 4, 1, 1], [3, 2, 1, 0])
+    most: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [16, 1, 1, 2], [1, 4, 1, 1], [3, 2, 1, 0])
     unit = gl.program_id(1) - one
-    if held <= 8:
-        while unit * 8 < pairs:
-            _few(unit * 8, pairs, one, last, out, lse, parts, part_lse, HALF)
+    if held == 2:
+        while unit * 16 < pairs:
+            _merge(unit * 16, 0, *of, HALF, 2, 32, 16, columns)
             unit += held
-    elif held > 2 * pairs:
-        while unit < pairs * 8:
-            column = unit % 8 * 32
-            _many(unit // 8, column, one, last, out, lse, parts, part_lse, HALF, 128, 32)
+    elif held <= 8:
+        while unit * 8 < pairs:
+            _merge(unit * 8, 0, *of, HALF, 4, 32, 8, columns)
+            unit += held
+    elif held <= 2 * pairs:
+        while unit // 8 * 8 < pairs:
+            _merge(unit // 8 * 8, unit % 8 * 4, *of, HALF, 32, 4, 8, both)
             unit += held
     else:
-        while unit < pairs:
-            _many(unit, 0, one, last, out, lse, parts, part_lse, HALF, 32, 256)
+        while unit < pairs * 8:
+            _merge(unit // 8, unit % 8 * 4, *of, HALF, 128, 4, 1, most)
             unit += held
 
 
 @gluon.jit
-def _found(part, one, last, row, column, there, parts, part_lse):
-    """Log-sum-exp and output of some pairs in one part; -inf and 0 where there is no such part."""
-    there = there & (part <= last)
-    slot = slot_of(part, part == one)
-    value = gl.load(part_lse + slot * 64 + row, mask=there, other=-float("inf"))
-    at = slot.to(gl.int64) * (64 * 512) + (row * 512)[:, None] + column[None, :]
-    return value, gl.load(parts + at, mask=there[:, None], other=0.0)
-
-
-@gluon.jit
-def _few(low, pairs, one, last, out, lse, parts, part_lse, HALF: gl.constexpr):
-    """Eight pairs from ``low`` on, four parts at a time."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    row = low + gl.arange(0, 8, row_layout)
-    column = HALF * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))
-    there = row < pairs
-    top = gl.full([8], -float("inf"), gl.float32, row_layout)
-    weight = gl.full([8], 0.0, gl.float32, row_layout)
-    sofar = gl.full([8, 256], 0.0, gl.float32, layout)
+def _merge(
+    low, group, pairs, one, last, out, lse, parts, part_lse, HALF: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """``ROWS`` pairs from ``low`` on, so many groups of eight columns, so many parts at a time."""
+    by_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
+    row = low + gl.arange(0, ROWS, gl.SliceLayout(0, by_row))
+    real = row < pairs
+    by_group: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
+    groups = HALF * 32 + group + gl.arange(0, GROUPS, gl.SliceLayout(0, by_group))
+    groups = groups[None, :, None, None]
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    column = column[None, None, None, :]
+    top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(0, by_row))
+    weight = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, by_row))
+    sofar = gl.full([1, GROUPS, ROWS, 8], 0.0, gl.float32, layout)
     part = one
     while part <= last:
-        l0, v0 = _found(part, one, last, row, column, there, parts, part_lse)
-        l1, v1 = _found(part + 1, one, last, row, column, there, parts, part_lse)
-        l2, v2 = _found(part + 2, one, last, row, column, there, parts, part_lse)
-        l3, v3 = _found(part + 3, one, last, row, column, there, parts, part_lse)
-        new_top = gl.maximum(gl.maximum(top, gl.maximum(l0, l1)), gl.maximum(l2, l3))
+        which = part + gl.arange(0, PARTS, gl.SliceLayout(1, by_row))
+        there = (which <= last)[:, None] & real[None, :]
+        slot = slot_of(which, which == one)
+        value = gl.load(
+            part_lse + slot[:, None] * 64 + row[None, :], mask=there, other=-float("inf")
+        )
+        at = (slot.to(gl.int64) * (64 * 512))[:, None] + row[None, :] * 8
+        at = at[:, None, :, None] + (groups * 512 + column)
+        found = gl.load(parts + at, mask=there[:, None, :, None], other=0.0)
+        new_top = gl.maximum(top, gl.max(value, 0))
         # A row that has seen nothing yet subtracts 0, not -inf.
         base = gl.where(new_top == -float("inf"), 0.0, new_top)
         shrink = gl.exp2((top - base) * LOG2E)
-        w0 = gl.exp2((l0 - base) * LOG2E)
-        w1 = gl.exp2((l1 - base) * LOG2E)
-        w2 = gl.exp2((l2 - base) * LOG2E)
-        w3 = gl.exp2((l3 - base) * LOG2E)
-        weight = weight * shrink + ((w0 + w1) + (w2 + w3))
-        sofar = sofar * shrink[:, None] + v0 * w0[:, None] + v1 * w1[:, None]
-        sofar += v2 * w2[:, None] + v3 * w3[:, None]
-        top = new_top
-        part += 4
-    safe = gl.where(weight > 0, weight, 1.0)
-    at = (row * 512)[:, None] + column[None, :]
-    gl.store(out + at, (sofar / safe[:, None]).to(out.dtype.element_ty), mask=there[:, None])
-    if HALF == 0:
-        found = gl.where(weight > 0, top + gl.log2(safe) * LN2, -float("inf"))
-        gl.store(lse + row, found, mask=there)
-
-
-@gluon.jit
-def _many(
-    pair, column, one, last, out, lse, parts, part_lse,
-    HALF: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Some columns of one pair, many parts at a time.  Each warp has columns of its own, so that
-    sums over parts stay within it."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // COLUMNS, COLUMNS // 16], [1, 4], [1, 0])
-    columns = HALF * 256 + column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    sofar = gl.full([COLUMNS], 0.0, gl.float32, gl.SliceLayout(0, layout))
-    top = -float("inf")
-    weight = 0.0
-    part = one
-    while part <= last:
-        which = part + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
-        there = which <= last
-        slot = slot_of(which, which == one)
-        value = gl.load(part_lse + slot * 64 + pair, mask=there, other=-float("inf"))
-        at = (slot.to(gl.int64) * (64 * 512) + pair * 512)[:, None] + columns[None, :]
-        found = gl.load(parts + at, mask=there[:, None], other=0.0)
-        new_top = gl.maximum(top, gl.max(value, 0))
-        base = gl.where(new_top == -float("inf"), 0.0, new_top)
-        shrink = gl.exp2((top - base) * LOG2E)
-        share = gl.exp2((value - base) * LOG2E)
+        share = gl.exp2((value - base[None, :]) * LOG2E)
         weight = weight * shrink + gl.sum(share, 0)
-        sofar = sofar * shrink + gl.sum(found * share[:, None], 0)
+        sofar = sofar * shrink[None, :][:, None, :, None]
+        sofar += gl.sum(found * share[:, None, :, None], 0)[None, :, :, :]
         top = new_top
-        part += BLOCK
+        part += PARTS
     safe = gl.where(weight > 0, weight, 1.0)
-    gl.store(out + pair * 512 + columns, (sofar / safe).to(out.dtype.element_ty))
-    if (HALF == 0) & (column == 0):
-        gl.store(lse + pair, gl.where(weight > 0, top + gl.log2(safe) * LN2, -float("inf")))
+    sofar = sofar / safe[None, :][:, None, :, None]
+    at = (row * 512)[None, :][:, None, :, None] + (groups * 8 + column)
+    gl.store(out + at, sofar.to(out.dtype.element_ty), mask=real[None, :][:, None, :, None])
+    if HALF == 0:  # noqa: SIM102  what no program of this half does must not be compiled
+        if group == 0:
+            found_lse = gl.where(weight > 0, top + gl.log2(safe) * LN2, -float("inf"))
+            gl.store(lse + row, found_lse, mask=real)

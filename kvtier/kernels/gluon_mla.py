@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kvtier.kernels.gluon_join import arrive, join, slot_of
+from kvtier.kernels.gluon_join import arrive, join, place_of, slot_of
 from kvtier.kernels.gluon_parts import barriers
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.mla_schedule import BLOCK, Schedule
@@ -57,7 +57,8 @@ def attend(
     """The whole of it; ``scale`` holds log2(e).
 
     Needs rows that lie 16 bytes aligned, pages of a multiple of 64 rows, a positive scale, and of
-    ``schedule`` either a single part or room for all programs on the device at the same time.
+    ``schedule`` either a single part or room for all programs on the device at the same time:
+    they wait for each other, so the launch is a cooperative one, which starts all of them or fails.
     """
     parts, tiles, _ = schedule.counts.shape
     found = query.new_empty(2 * parts, tiles, TILE, 512, dtype=torch.float32)
@@ -289,25 +290,33 @@ def _values(
         in_tile = gl.arange(0, 64, row_layout)
         real = (gl.program_id(0) * 64 + in_tile < q_len * HEADS)[:, None]
         column = HALF * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))
-        offset = (in_tile * 512)[:, None] + column[None, :]
         if (low == 0) & (high == count):
             to = out + (first.to(gl.int64) * HEADS + gl.program_id(0) * 64) * 512
-            gl.store(to + offset, sofar.to(out.dtype.element_ty), mask=real)
+            to = to + (in_tile * 512)[:, None] + column[None, :]
+            gl.store(to, sofar.to(out.dtype.element_ty), mask=real)
         else:
-            slot = slot_of(gl.program_id(1), low == 0)
-            gl.store(parts + slot.to(gl.int64) * (64 * 512) + offset, sofar, mask=real)
+            of_row, of_column = place_of(in_tile, column)
+            found = parts + slot_of(gl.program_id(1), low == 0).to(gl.int64) * (64 * 512)
+            gl.store(found + of_row[:, None] + of_column[None, :], sofar, mask=real)
             goes_on = (low == 0).to(gl.int32)
             arrive(counts, gl.where(low == 0, gl.program_id(1), gl.load(record + 4)), HALF)
         segment += 1
         at = begin + high
         begin += count
         b += 1
-    if own < stop:
-        of = (offsets, out, lse, parts, part_lse, counts)
-        if own_begin < own:
-            join(own_b, gl.load(record + 4), gl.load(record + 5), *of, HALF, HEADS)
-        if goes_on > 0:
-            join(b - 1, gl.program_id(1), gl.load(record + 6), *of, HALF, HEADS)
+    # First what an earlier part began, then what the next one goes on with.
+    turn = gl.where(own_begin < own, 0, 1)
+    turns = gl.where(own < stop, 1 + goes_on, 0)
+    while turn < turns:
+        joined = own_b
+        one = gl.load(record + 4)
+        last = gl.load(record + 5)
+        if turn == 1:
+            joined = b - 1
+            one = gl.program_id(1)
+            last = gl.load(record + 6)
+        join(joined, one, last, offsets, out, lse, parts, part_lse, counts, HALF, HEADS)
+        turn += 1
 
 
 @gluon.jit
