@@ -153,6 +153,30 @@ def _beside(result: Result) -> str:
     return f"{result.median:{digits}}{ratio}"
 
 
+def by_workspace(results: Sequence[Result]) -> str:
+    """What is compared with one other thing in lines, and what has many sizes in two dimensions:
+    time and memory by workspace, time and stall by piece."""
+    plain = [r for r in results if not {"workspace", "piece"} & set(r.params)]
+    told = [table(rows(plain), ["", "", "median", "p10 .. p90", "baseline", "better by"])]
+    for along, pair, unit, across in (
+        ("workspace", ("chunk_ms", "chunk_mb"), "ms, MB", ("batch", "context")),
+        ("piece", ("prompt_ms", "stall_ms"), "ms, stall in ms", ("prompt",)),
+    ):
+        cells: dict[tuple[str, ...], dict[str, list[str]]] = {}
+        for r in results:
+            if r.name in pair:
+                line = cells.setdefault(tuple(str(r.params[name]) for name in across), {})
+                line.setdefault(str(r.params[along]), []).append(f"{r.median:.3g}")
+        columns = list(dict.fromkeys(column for line in cells.values() for column in line))
+        lines = [
+            [*size, *(", ".join(line.get(column, ())) for column in columns)]
+            for size, line in cells.items()
+        ]
+        header = [*across, *(f"{along} {column}" for column in columns)]
+        told.append(f"{unit}:\n\n{table(lines, header)}")
+    return "\n\n".join(told)
+
+
 def render(about: dict[str, Any], results: Sequence[Result]) -> str:
     """The tables and a line on what they were taken on."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
@@ -163,6 +187,8 @@ def render(about: dict[str, Any], results: Sequence[Result]) -> str:
         told = "\n\n".join(f"`{n}`, {unit[n]}:\n\n{by_policy(results, n)}" for n in names)
     elif any(r.name == "restore_ms" for r in results):
         told = by_prefix(results)
+    elif any(r.name == "chunk_ms" for r in results):
+        told = by_workspace(results)
     elif all(set(r.params) == WORK for r in results):
         told = by_backend(results)
     else:

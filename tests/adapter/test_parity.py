@@ -449,4 +449,4 @@ def test_break_even_of_the_released_models() -> None:
     from kvtier.kernels import HeadDims
     from kvtier_deepseek.mla.threshold import absorb_limit
 
-    assert absorb_limit(HeadDims(heads=128, latent=512, rope=64, nope=128, value=128)) == 119
+    assert absorb_limit(HeadDims(heads=128, latent=512, rope=64, nope=128, value=128)) == 128

@@ -24,14 +24,14 @@ CONTEXT = 8192
 """Rows before them, as far as the workspace holds as many: cost that does not grow with them
 should not decide."""
 REPEATS = 5
-ABSORBED_COST = 1.3
-"""Of an operation of the absorbed form, by one of the others: what took them to the same time on an
-H200, at about 120 queries of DeepSeek-V3."""
+ABSORBED_COST = 1.23
+"""Of an operation of the absorbed form, by one of the others: what takes them to the same time on
+an H200, between 128 and 144 queries of DeepSeek-V3 behind 8,192 tokens."""
 
 
 def absorb_limit(dims: HeadDims) -> int:
     """The most query tokens for which attending to latent rows costs less than projecting them up
-    first; 119 for the released models.
+    first; 128 for the released models.
 
     Projecting costs 2 * latent * (nope + value) operations per row and head, whatever the number of
     queries; the absorbed form costs more per (query, row) pair, of operations that take longer.
