@@ -2,7 +2,7 @@
 
 It plans each batch on the host, from lengths that are exact then: a captured graph, whose lengths
 change, cannot hold it, and it is taken by name only.  Results are within rounding of the reference,
-as FlashMLA's are.  On an H200 its kernels alone were the fastest at 45 of 74 sizes, 0.78 to 1.64
+as FlashMLA's are.  On an H200 its kernels alone were the fastest at 30 of 74 sizes, 0.76 to 1.70
 times as fast as FlashMLA's; but a plan takes 0.8 to 1.9 ms of the host, more than they save in 60
 layers, and a call 50 to 80 us (version 0.7.2).
 
