@@ -1,8 +1,8 @@
 """``Cache.flush``: waiting until what was committed is as low as it will go.
 
-Owns the thread on which it is saved when pages on disk were last used, and the end of the store,
-none of which waits for one that hangs.  Knows nothing of what is moved, only which operations have
-to end.
+Owns the thread on which it is saved when pages on disk were last used, and closes the store;
+neither waits forever for a store that hangs.  Knows nothing of what is moved, only which operations
+have to end.
 """
 
 import logging
@@ -33,7 +33,7 @@ class Flushing:
     __slots__ = ("_pump", "_saver", "_stall_s", "_store", "_under_way")
 
     def __init__(self, pump: Pump, store: Store | None, *, stall_s: float) -> None:
-        """``stall_s``: a call of the store that takes longer is taken to hang."""
+        """``stall_s``: a call of the store that takes more seconds is taken to hang."""
         self._pump = pump
         self._store = store
         self._stall_s = stall_s
@@ -56,8 +56,8 @@ class Flushing:
         return future
 
     def close(self, core: CacheCore, store: Store) -> None:
-        """Wait for what is being saved, save the rest and close the store: unless it hangs, which
-        is logged.  The pump is closed by then."""
+        """Wait for what is being saved, save the rest and close ``store``: unless it hangs, which
+        is logged.  The pump is closed by then.  Raises what closing the store raises."""
         with suppress(RuntimeError):  # a callback of ``flush`` closes the cache, on that thread
             self._saver.shutdown()
         try:
