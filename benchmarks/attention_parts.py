@@ -17,7 +17,17 @@ from torch import Tensor
 from benchmarks.harness import Param, Result
 from kvtier.kernels import RECORDS, Case, PagedBatch, Record, flashinfer, select, write_records
 
-__all__ = ["PAGE", "PARTS", "Call", "Part", "Shape", "Work", "paged_batch", "targets"]
+__all__ = [
+    "PAGE",
+    "PARTS",
+    "ROTATE_BYTES",
+    "Call",
+    "Part",
+    "Shape",
+    "Work",
+    "paged_batch",
+    "targets",
+]
 
 PAGE = 64
 ROTATE_BYTES = 256 << 20

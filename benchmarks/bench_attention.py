@@ -34,7 +34,18 @@ from benchmarks.harness import Result, meta, summarise, write
 from kvtier.kernels import choices, select
 from kvtier.kernels import flashmla as backend_flashmla
 
-__all__ = ["Timed", "main", "measure", "planned", "run", "write_times"]
+__all__ = [
+    "TABLE",
+    "TURNS",
+    "Timed",
+    "called",
+    "main",
+    "measure",
+    "planned",
+    "replayed",
+    "run",
+    "write_times",
+]
 
 BARE = "flashmla (bare)"
 PLANNED = "flashinfer (bare)"
@@ -44,7 +55,9 @@ TABLE = Path(__file__).parents[1] / "kvtier" / "kernels" / "measured_h200.json"
 BOUND = 8e-3
 """Largest error of an output, by the largest value there is in the reference's."""
 LSE_BOUND = 2e-3
+"""Largest error of a log-sum-exp, by the reference's or by 1."""
 TURNS = 7
+"""Samples of each contender."""
 LAYERS = 60
 """Calls of a graph, at least, unless these take longer than ``GRAPH_US``."""
 GRAPH_US = 10_000
@@ -259,7 +272,7 @@ def _elapsed(call: Call) -> float:
 
 
 def called(contenders: Mapping[str, list[Call]], turns: int) -> dict[str, list[float]]:
-    """The same without a device to replay on."""
+    """As ``replayed`` by the host's clock, without a device to replay on."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns):
         for name, calls in contenders.items():

@@ -2,7 +2,7 @@
 
 Everything is one layer's materialised attention over paged latent rows, projections up included, on
 random data: gathered, projected and attended chunk by chunk.  *Whole* is a workspace that holds all
-rows at once, and the baseline.  Six parts, each a generator of ``Result``, in this order:
+rows at once, and the baseline.  Six parts, each a generator of ``Cases``, in this order:
 
 ``kernels``   attention to one chunk alone, beside torch's own on the same keys and values
 ``backends``  all that run the operation here, beside each other and beside dense attention in
@@ -34,7 +34,7 @@ from benchmarks.attention_parts import Part, Shape, Work
 from benchmarks.bench_attention import TABLE, Timed, write_times
 from benchmarks.harness import Param, Result, meta, summarise, write
 from benchmarks.memory import Peak
-from benchmarks.prefill_parts import GPU, TOY, Layer, Sizes
+from benchmarks.prefill_parts import GPU, SCALE, TOY, Layer, Sizes
 from kvtier.kernels import Workspace, row_bytes
 
 __all__ = ["in_turn", "main", "run", "timed"]
@@ -100,6 +100,7 @@ def _compile(sizes: Sizes) -> None:
 
 
 Cases = Iterator[Callable[[], Iterator[Result]]]
+"""Each may fail by itself."""
 
 
 def contexts(sizes: Sizes) -> Cases:
@@ -196,8 +197,7 @@ def _prompt(sizes: Sizes, prompt: int) -> Iterator[Result]:
         times: list[float] = []
         for step in at:
             call = Layer(sizes, [(piece, (step + 1) * piece)])
-            rows = min(sizes.workspaces[-2], call.padded)
-            workspace = call.workspace(rows)
+            workspace = call.usual_workspace()
             times.append(statistics.median(timed(partial(call, workspace), sizes)))
         together = timed(partial(_both, partial(call, workspace), decode), sizes)
         mine: dict[str, Param] = {"prompt": prompt, "piece": piece, "backend": sizes.backend}
@@ -230,8 +230,7 @@ def _sum(at: Sequence[int], times: Sequence[float], steps: int) -> float:
 
 def _forms(sizes: Sizes, queries: int, context: int) -> Iterator[Result]:
     layer = Layer(sizes, [(queries, queries + context)])
-    rows = min(sizes.workspaces[-2], layer.padded)
-    workspace = layer.workspace(rows)
+    workspace = layer.usual_workspace()
     params: dict[str, Param] = {"queries": queries, "context": context}
     calls: dict[str, Callable[[], object]] = {
         "absorbed": layer.absorbed,
@@ -273,8 +272,7 @@ def _backends(
 ) -> Iterator[Result]:
     batch, queries, keys = load
     layer = Layer(sizes, [(queries, keys)] * batch)
-    rows = min(sizes.workspaces[-2], layer.padded)
-    workspace = layer.workspace(rows)
+    workspace = layer.usual_workspace()
     calls: dict[str, Callable[[], object]] = {}
     errors: dict[str, float] = {}
     for backend in sizes.backends:
@@ -334,7 +332,7 @@ def _torch_calls(
         def call(pieces: Any = tuple(pieces), way: SDPBackend = way) -> None:
             with sdpa_kernel(way):
                 for keys, values, causal in pieces:
-                    scaled_dot_product_attention(q, keys, values, is_causal=causal, scale=0.1)
+                    scaled_dot_product_attention(q, keys, values, is_causal=causal, scale=SCALE)
 
         try:
             call()  # cuDNN may look for its kernel, for longer than it then runs

@@ -16,7 +16,10 @@ from torch import Tensor
 from benchmarks.attention_parts import paged_batch
 from kvtier.kernels import Case, HeadDims, Workspace, select, select_all
 
-__all__ = ["GPU", "TOY", "Layer", "Sizes"]
+__all__ = ["GPU", "SCALE", "TOY", "Layer", "Sizes"]
+
+SCALE = 0.1
+"""Of scores; any will do for random rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,7 @@ class Sizes:
     """The first is what everything but ``kernels`` and ``backends`` is measured with."""
     page: int
     workspaces: tuple[int, ...]
-    """Rows."""
+    """Rows, fewest first; the last but one is taken where workspaces are not compared."""
     tokens: int
     """New ones of a step, of all its sequences."""
     contexts: tuple[int, ...]
@@ -158,13 +161,17 @@ class Layer:
                     seen = kv - n + i + 1
                     query = self.query[offsets[b] + i, h].float()
                     keys = torch.cat((up[:seen, : d.nope], latent[:seen, d.latent :]), -1)
-                    want = (keys @ query * 0.1).softmax(0) @ up[:seen, d.nope :]
+                    want = (keys @ query * SCALE).softmax(0) @ up[:seen, d.nope :]
                     worst = max(worst, float((out[offsets[b] + i, h] - want).abs().max()))
                     largest = max(largest, float(want.abs().max()))
         return worst / largest
 
     def workspace(self, rows: int) -> Workspace:
         return Workspace.allocate(rows, self._dims, self._sizes.dtype, self._sizes.device)
+
+    def usual_workspace(self) -> Workspace:
+        """The last but one of the sizes', or one for all rows where these are fewer."""
+        return self.workspace(min(self._sizes.workspaces[-2], self.padded))
 
     def _project(self, latent: Tensor, out: Tensor) -> None:
         torch.mm(latent, self.weight.t(), out=out.flatten(1))
@@ -178,7 +185,7 @@ class Layer:
             self.batch,
             self.project,
             dims=self._dims,
-            scale=0.1,
+            scale=SCALE,
             workspace=workspace,
         )
         return out
@@ -190,5 +197,5 @@ class Layer:
         key_up, value_up = torch.split(per_head, [d.nope, d.value], dim=1)
         latent = torch.einsum("nhp,hpl->nhl", self.query[..., : d.nope], key_up)
         query = torch.cat((latent, self.query[..., d.nope :]), -1)
-        out, _ = self._absorbed.run(query, self.rows, self.batch, latent_dim=d.latent, scale=0.1)
+        out, _ = self._absorbed.run(query, self.rows, self.batch, latent_dim=d.latent, scale=SCALE)
         return torch.einsum("nhl,hvl->nhv", out, value_up)

@@ -20,6 +20,8 @@ from benchmarks.harness import Result, read, table  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
+HEADER = ["", "", "median", "p10 .. p90", "baseline", "better by"]
+"""Of ``rows``."""
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -57,7 +59,7 @@ def _tiers(result: Result) -> tuple[str, str, str]:
 
 def _policy(result: Result) -> str:
     policy, eviction = result.params["policy"], result.params["eviction"]
-    return f"{policy}" if eviction == "none" else f"{policy}, {eviction}"
+    return str(policy) if eviction == "none" else f"{policy}, {eviction}"
 
 
 def by_prefix(results: Sequence[Result]) -> str:
@@ -139,6 +141,7 @@ def _swept(results: Sequence[Result]) -> list[str]:
 
 
 WORK = {"batch", "heads", "keys", "queries", "ragged", "backend"}
+"""What a result of attention is named by."""
 
 
 def _work(result: Result) -> tuple[str, ...]:
@@ -157,7 +160,7 @@ def by_workspace(results: Sequence[Result]) -> str:
     """What is compared with one other thing in lines, and what has many sizes in two dimensions:
     time and memory by workspace, time and stall by piece."""
     plain = [r for r in results if not {"workspace", "piece"} & set(r.params)]
-    told = [table(rows(plain), ["", "", "median", "p10 .. p90", "baseline", "better by"])]
+    told = [table(rows(plain), HEADER)]
     for along, pair, unit, across in (
         ("workspace", ("chunk_ms", "chunk_mb"), "ms, MB", ("batch", "context")),
         ("piece", ("prompt_ms", "stall_ms"), "ms, stall in ms", ("prompt",)),
@@ -180,7 +183,6 @@ def by_workspace(results: Sequence[Result]) -> str:
 def render(about: dict[str, Any], results: Sequence[Result]) -> str:
     """The tables and a line on what they were taken on."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    header = ["", "", "median", "p10 .. p90", "baseline", "better by"]
     if all("policy" in r.params for r in results):
         names = dict.fromkeys(r.name for r in results)
         unit = {r.name: r.unit for r in results}
@@ -192,7 +194,7 @@ def render(about: dict[str, Any], results: Sequence[Result]) -> str:
     elif all(set(r.params) == WORK for r in results):
         told = by_backend(results)
     else:
-        told = table(rows(results), header)
+        told = table(rows(results), HEADER)
     return (
         f"{told}\n\n"
         f"Taken {about['date'][:10]} at {about['git']} on {about['cpu']}, {about['device']}; "
