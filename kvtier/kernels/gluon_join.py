@@ -13,12 +13,12 @@ all rows together, so that what a warp of a product's accumulators stores lies i
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvtier.kernels.gluon_parts import LN2, LOG2E
+
 __all__ = ["arrive", "join", "place_of", "slot_of"]
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 """Renamed by triton 3.9."""
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -63,6 +63,7 @@ def join(
     columns: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 2, 8, 2], [1, 4, 1, 1], [3, 2, 1, 0])
     both: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [2, 1, 8, 2], [1, 4, 1, 1], [3, 2, 1, 0])
     most: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [16, 1, 1, 2], [1, 4, 1, 1], [3, 2, 1, 0])
+    # About as many values at a time: of few parts those of many pairs, of many parts of few.
     unit = gl.program_id(1) - one
     if held == 2:
         while unit * 16 < pairs:

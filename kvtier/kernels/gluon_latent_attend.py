@@ -18,11 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kvtier.kernels.gluon_latent_keys import LINES, produce
-from kvtier.kernels.gluon_parts import barriers, exp2, extent, shared_as
+from kvtier.kernels.gluon_parts import LN2, barriers, exp2, extent, shared_as
 
 __all__ = ["attend_lists", "attend_pages"]
 
-LN2 = gl.constexpr(0.6931471805599453)
 SCAN = gl.constexpr(128)
 """Sequences looked at together when the work is cut up."""
 HALVES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from kvtier.kernels.gluon_parts import shared_as
+from kvtier.kernels.gluon_parts import BRING_LINE, shared_as
 from kvtier.kernels.records import RECORDS
 
 __all__ = ["LINES", "produce"]
@@ -36,15 +36,6 @@ EACH = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
 """(keys, lines): the same keys in the same threads."""
 CODES = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 2, [1, 0]))
 """(keys, words) of codes: what eight threads read at a time lies in different banks."""
-FORESEE = gl.constexpr(
-    """{
-    .reg .pred there;
-    setp.ne.b32 there, $2, 0;
-    @there prefetch.global.L2 [$1];
-    mov.b32 $0, 0;
-}"""
-)
-"""Where a number is not 0, has a line brought to the L2 cache."""
 FACTORS = gl.constexpr(
     """{
     .reg .b32 pair, first;
@@ -168,7 +159,7 @@ def _foresee(row, seen, PACKED: gl.constexpr):
     at = row[:, None] + gl.minimum(line, last)[None, :]
     seen, _ = gl.broadcast(seen[:, None], at)
     gl.inline_asm_elementwise(
-        FORESEE, "=r,l,r", [at, seen], dtype=gl.int32, is_pure=False, pack=1
+        BRING_LINE, "=r,l,r", [at, seen], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
 
 

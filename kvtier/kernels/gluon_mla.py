@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kvtier.kernels.gluon_join import arrive, join, place_of, slot_of
-from kvtier.kernels.gluon_parts import barriers
+from kvtier.kernels.gluon_parts import LN2, barriers
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.mla_schedule import BLOCK, Schedule
 
@@ -36,7 +36,6 @@ __all__ = ["TILE", "attend"]
 
 TILE = 64
 """(token, head) pairs of a program."""
-LN2 = gl.constexpr(0.6931471805599453)
 STAGES = gl.constexpr(3)
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """Renamed by triton 3.9."""
@@ -54,7 +53,7 @@ def attend(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """The whole of it; ``scale`` holds log2(e).
+    """Fills ``out`` (n, heads, 512) and ``lse`` (n, heads) float32; ``scale`` holds log2(e).
 
     Needs rows that lie 16 bytes aligned, pages of a multiple of 64 rows, a positive scale, and of
     ``schedule`` either a single part or room for all programs on the device at the same time:
@@ -278,7 +277,7 @@ def _values(
             if HALF == 1:
                 mbarrier.wait(share_free.index(two), (nth // 2) & 1)
                 there = ahead - 1 < stop
-                _fetch(narrow, before, 512, rope.index(two), rope_ready.index(two), 8192, there)
+                _fetch(narrow, before, 512, rope.index(two), rope_ready.index(two), 64 * 128, there)
                 before = row
             ahead += 1
             row = gl.load(row_of + ahead, mask=ahead < stop, other=0)

@@ -4,8 +4,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-__all__ = ["barriers", "exp2", "extent", "shared_as"]
+__all__ = ["BRING_LINE", "LN2", "LOG2E", "barriers", "exp2", "extent", "shared_as"]
 
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
+BRING_LINE = gl.constexpr(
+    """{
+    .reg .pred there;
+    setp.ne.b32 there, $2, 0;
+    @there prefetch.global.L2 [$1];
+    mov.b32 $0, 0;
+}"""
+)
+"""Where a number is not 0, has a line brought to the L2 cache."""
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """By triton 3.9."""
 

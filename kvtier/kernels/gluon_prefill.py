@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kvtier.kernels import triton_prefill
-from kvtier.kernels.gluon_parts import barriers
+from kvtier.kernels.gluon_parts import LN2, LOG2E, barriers
 from kvtier.kernels.mla import HeadDims, PagedBatch
 from kvtier.kernels.prefill import DENSE, Project, Results, Workspace
 from kvtier.kernels.prefill_plan import Chunk, PrefillPlan
@@ -40,8 +40,6 @@ KEYS, STAGES = 128, 2
 HEADS_AT_ONCE = 16
 """Tiles of so many heads begin by length, before those of other heads: the shorter ones fill up
 what the longer ones leave, and tiles of a head that run together share keys in the L2 cache."""
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(1.4426950408889634)
 
 
 def materialised(

@@ -16,15 +16,15 @@ from kvtier.kernels.sparse import check_extra
 from kvtier.kernels.triton_sparse import DIM, check_lists, join, splits_of
 from kvtier.kernels.triton_write import adjacent, pool_of
 
-__all__ = ["HEADS", "KEYS", "sparse_attend"]
+__all__ = ["HEADS", "sparse_attend"]
 
 HEADS = 64
 """Heads of a program: one tile of the tensor cores' rows."""
-KEYS = 64
-"""Keys of a tile."""
 GRID = 65_535
 """Queries of a launch, at most."""
 LOG2E = 1.4426950408889634
+Words = tuple[Tensor, int, int, int]
+"""What ``_words_of`` answers."""
 
 
 def sparse_attend(
@@ -49,7 +49,6 @@ def sparse_attend(
     pages, and for one of ``extra`` and ``extra_slots`` without the other.
     """
     query, sink = adjacent(query), adjacent(sink)
-    n, heads, _ = query.shape
     check_extra(extra, extra_slots)
     if extra is None or extra_slots is None:
         extra, extra_slots = window, window_slots[:, :0]
@@ -57,25 +56,39 @@ def sparse_attend(
     check_lists(query, sink, window_slots, extra_slots)
     if record.name != "v4_fp8" or query.dtype != torch.bfloat16:
         raise ValueError(f"{record.name!r} records, queries in {query.dtype}")
-    if n > GRID:
-        done = [
-            sparse_attend(
-                query[i : i + GRID],
-                window,
-                window_slots[i : i + GRID],
-                sink,
-                scale=scale,
-                record=record,
-                extra=extra,
-                extra_slots=extra_slots[i : i + GRID],
-                workspace_bytes=workspace_bytes,
-            )
-            for i in range(0, n, GRID)
-        ]
-        return torch.cat([out for out, _ in done]), torch.cat([lse for _, lse in done])
+    workspace = parse_bytes(workspace_bytes, "workspace_bytes")
+    pools = _words_of(window, record), _words_of(extra, record)
+    n = query.shape[0]
+    if n <= GRID:
+        return _launch(query, pools, (window_slots, extra_slots), sink, scale, workspace)
+    done = [
+        _launch(
+            query[i : i + GRID],
+            pools,
+            (window_slots[i : i + GRID], extra_slots[i : i + GRID]),
+            sink,
+            scale,
+            workspace,
+        )
+        for i in range(0, n, GRID)
+    ]
+    return torch.cat([out for out, _ in done]), torch.cat([lse for _, lse in done])
+
+
+def _launch(
+    query: Tensor,
+    pools: tuple[Words, Words],
+    slots: tuple[Tensor, Tensor],
+    sink: Tensor,
+    scale: float,
+    workspace: int,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps of up to ``GRID`` queries; pools and lists of the window come first,
+    then those beside it."""
+    n, heads, _ = query.shape
+    window_slots, extra_slots = slots
     blocks = triton.cdiv(heads, HEADS)
-    a_split = max(1, n * heads * (DIM + 1) * 4)
-    most = parse_bytes(workspace_bytes, "workspace_bytes") // a_split
+    most = workspace // max(1, n * heads * (DIM + 1) * 4)
     splits = max(1, min(splits_of(n * blocks, _processors(query.device)), most))
     out = torch.empty(n, heads, DIM, dtype=query.dtype, device=query.device)
     lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
@@ -87,11 +100,11 @@ def sparse_attend(
     attend[(blocks, n, splits)](
         query,
         *query.stride()[:2],
-        *_words_of(window, record),
+        *pools[0],
         window_slots,
         window_slots.stride(0),
         window_slots.shape[1],
-        *_words_of(extra, record),
+        *pools[1],
         extra_slots,
         extra_slots.stride(0),
         extra_slots.shape[1],
@@ -116,7 +129,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _words_of(storage: Tensor, record: Record) -> tuple[Tensor, int, int, int]:
+def _words_of(storage: Tensor, record: Record) -> Words:
     """Pages in words, words from page to page, the power of two that is a page's slots, and slots
     there are."""
     stride, per_page, there = pool_of(storage, record)

@@ -19,13 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kvtier.kernels.gluon_parts import barriers, exp2, shared_as
+from kvtier.kernels.gluon_parts import LN2, LOG2E, barriers, exp2, shared_as
 from kvtier.kernels.gluon_sparse_keys import bring, lay_out, tiles
 
 __all__ = ["attend"]
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 PACKED = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 WIDE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 """Keys, as pairs of values and as values, where the tensor cores read them."""

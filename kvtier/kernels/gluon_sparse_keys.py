@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from kvtier.kernels.gluon_parts import extent
+from kvtier.kernels.gluon_parts import BRING_LINE, extent
 
 __all__ = ["bring", "lay_out", "tiles"]
 
@@ -52,15 +52,7 @@ BRING_ROW = gl.constexpr(
     mov.b32 $0, 0;
 }"""
 )
-BRING_SCALES = gl.constexpr(
-    """{
-    .reg .pred there;
-    setp.ne.b32 there, $2, 0;
-    @there prefetch.global.L2 [$1];
-    mov.b32 $0, 0;
-}"""
-)
-"""Where a number is not 0, have lines brought to the L2 cache: of half a row, and of its scales."""
+"""Where a number is not 0, has the lines of half a row brought to the L2 cache."""
 
 
 @gluon.jit
@@ -118,7 +110,7 @@ def bring(
         pack=1,
     )
     gl.inline_asm_elementwise(
-        BRING_SCALES,
+        BRING_LINE,
         "=r,l,r",
         [base + (page + (144 << shift) + row * 2), (seen & (half == 0)).to(gl.int32)],
         dtype=gl.int32,
