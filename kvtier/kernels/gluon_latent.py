@@ -132,10 +132,7 @@ def absorbed(
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")
     grid = triton_mla.grid_of(batch, heads, _processors(query.device), workspace, fast=True)
     sequences = batch.kv_lens_device.shape[0]
-    parts = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, LATENT, dtype=torch.float32)
-    part_lse = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, dtype=torch.float32)
-    by_part = sequences > grid.parts
-    plan = query.new_empty(grid.parts if by_part else sequences, 4, dtype=torch.int32)
+    parts, part_lse, plan = triton_mla.scratch(query, sequences, grid)
     attend_pages[(grid.tiles, grid.parts)](
         *_query_words(query),
         *pool,
@@ -151,7 +148,7 @@ def absorbed(
         part_lse,
         plan,
         HEADS=heads,
-        BY_PART=by_part,
+        BY_PART=sequences > grid.parts,
         WHOLE=batch.page_tokens % TILE == 0,
         num_warps=4,
     )

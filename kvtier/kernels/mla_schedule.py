@@ -26,9 +26,9 @@ __all__ = ["BLOCK", "FIELDS", "MOST_PARTS", "Schedule", "scheduled"]
 BLOCK = 64
 """Keys of a block; a page holds a multiple of it."""
 FIELDS = 16
-"""Numbers of a part's record, see ``Schedule.parts``."""
+"""Numbers of a part's record, see ``Schedule.parts``; some are spare."""
 MOST_PARTS = 256
-"""Programs side by side: more than multiprocessors of any H100 or H200."""
+"""Programs side by side: more than multiprocessors of any H100 or H200, and a power of two."""
 WAYS = tl.constexpr(32)
 """Ways to cut: half of them without ``extra``, each with quotas from the least on."""
 SEQUENCE = tl.constexpr(2)
@@ -59,7 +59,8 @@ _schedules: PerBatch[Schedule] = PerBatch()
 def scheduled(batch: PagedBatch, tokens: int, parts: int, tiles: int) -> Schedule:
     """The batch's schedule for so many query tokens, parts and programs beside each other.
 
-    Launches of one schedule follow each other; they share its counts.  At most 256 parts.
+    Launches of one schedule follow each other; they share its counts.  ``parts`` may be 1 to
+    ``MOST_PARTS``, which is not checked.  Asks the device nothing.
     """
     return _schedules.get(
         batch, (tokens, parts, tiles), lambda: _schedule(batch, tokens, parts, tiles)

@@ -25,7 +25,18 @@ from kvtier.kernels.mla_schedule import MOST_PARTS, scheduled
 from kvtier.kernels.records import RECORDS
 from kvtier.kernels.triton_write import adjacent
 
-__all__ = ["LATENT", "LN2", "LOG2E", "ROPE", "absorbed", "attend", "finish", "grid_of"]
+__all__ = [
+    "LATENT",
+    "LN2",
+    "LOG2E",
+    "ROPE",
+    "Grid",
+    "absorbed",
+    "attend",
+    "finish",
+    "grid_of",
+    "scratch",
+]
 
 LATENT, ROPE = 512, 64
 """Values of a row: its latent, which is key and value, and its rotated key."""
@@ -88,12 +99,25 @@ def absorbed(
         hopper = importlib.import_module("kvtier.kernels.gluon_mla")
         schedule = scheduled(batch, n, grid.parts, grid.tiles)
         hopper.attend(query, rows, batch, schedule, scale=scale * LOG2E.value, out=out, lse=lse)
-        return out, lse
+    else:
+        _in_two_launches(query, rows, batch, grid, scale=scale * LOG2E.value, out=out, lse=lse)
+    return out, lse
+
+
+def _in_two_launches(
+    query: Tensor,
+    rows: Tensor,
+    batch: PagedBatch,
+    grid: Grid,
+    *,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """On any GPU, and packed rows too; ``scale`` holds log2(e)."""
+    packed = rows.dtype == torch.uint8
     sequences = batch.kv_lens_device.shape[0]
-    parts = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, LATENT, dtype=torch.float32)
-    part_lse = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, dtype=torch.float32)
-    by_part = sequences > grid.parts
-    plan = query.new_empty(grid.parts if by_part else sequences, 4, dtype=torch.int32)
+    parts, part_lse, plan = scratch(query, sequences, grid)
     lengths = (batch.cu_seqlens_q, batch.kv_lens_device, sequences)
     _attend[(grid.tiles, grid.parts)](
         query,
@@ -105,14 +129,14 @@ def absorbed(
         batch.block_table.stride(0),
         batch.page_tokens,
         *lengths,
-        scale * LOG2E.value,
+        scale,
         out,
         lse,
         parts,
         part_lse,
         plan,
-        BY_PART=by_part,
-        HEADS=heads,
+        BY_PART=sequences > grid.parts,
+        HEADS=query.shape[1],
         TILE=grid.tile,
         KEYS=grid.keys,
         PACKED=packed,
@@ -121,7 +145,16 @@ def absorbed(
         num_stages=2,
     )
     finish(lengths, out, lse, parts, part_lse, plan, grid)
-    return out, lse
+
+
+def scratch(query: Tensor, sequences: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the first launch, not filled: what parts find, (2 parts, tiles, tile, 512) float32, and
+    log-sum-exps of it without the 512; and the plan of what is merged, (n, 4) int32, a line a part
+    or a sequence, whichever are fewer."""
+    parts = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, LATENT, dtype=torch.float32)
+    part_lse = query.new_empty(2 * grid.parts, grid.tiles, grid.tile, dtype=torch.float32)
+    plan = query.new_empty(min(grid.parts, sequences), 4, dtype=torch.int32)
+    return parts, part_lse, plan
 
 
 def finish(
@@ -133,7 +166,11 @@ def finish(
     plan: Tensor,
     grid: Grid,
 ) -> None:
-    """Second launch: merges what several parts found of a sequence, and writes what none did."""
+    """Second launch: merges what several parts found of a sequence into ``out`` (n, heads, 512) and
+    ``lse`` (n, heads), and writes what none did.
+
+    ``lengths``: offsets of queries, KV lengths, sequences; then what ``scratch`` made.
+    """
     n, heads, _ = out.shape
     sequences, count = lengths[2], plan.shape[0]
     by_part = sequences > grid.parts
@@ -185,7 +222,11 @@ def grid_of(
     fast: bool,
     packed: bool = False,
 ) -> Grid:
-    """Parts for one program a multiprocessor, as far as there are blocks and the scratch allows."""
+    """Parts for one program a multiprocessor, as far as there are blocks and the scratch allows.
+
+    ``fast``: for kernels in gluon, whose tiles and blocks are of 64; ``packed``: for packed rows in
+    triton, whose blocks are of 64 keys too, whatever the tile.  ``workspace`` is in bytes.
+    """
     pairs = heads * max(batch.query_lens, default=1)
     tile = 64 if fast else min(64, max(16, triton.next_power_of_2(pairs)))
     tiles = triton.cdiv(pairs, tile)
