@@ -1,5 +1,6 @@
 """The most memory that tensors took at once, on a GPU or, where nothing counts it, on the CPU."""
 
+import gc
 import weakref
 from typing import Any
 
@@ -19,6 +20,7 @@ class Peak:
         self._before = 0
 
     def __enter__(self) -> "Peak":
+        gc.collect()  # what goes meanwhile would be taken off
         if self._cpu is not None:
             self._cpu.__enter__()  # type: ignore[no-untyped-call]
         else:
