@@ -57,8 +57,10 @@ def sparse_attend(
     if record.name != "v4_fp8" or query.dtype != torch.bfloat16:
         raise ValueError(f"{record.name!r} records, queries in {query.dtype}")
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")
+    n, heads, _ = query.shape
+    if n == 0 or heads == 0:  # pages are not looked at, and may be none
+        return query.new_empty(n, heads, DIM), query.new_empty(n, heads, dtype=torch.float32)
     pools = _words_of(window, record), _words_of(extra, record)
-    n = query.shape[0]
     if n <= GRID:
         return _launch(query, pools, (window_slots, extra_slots), sink, scale, workspace)
     done = [
@@ -92,8 +94,6 @@ def _launch(
     splits = max(1, min(splits_of(n * blocks, _processors(query.device)), most))
     out = torch.empty(n, heads, DIM, dtype=query.dtype, device=query.device)
     lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
-    if n == 0 or heads == 0:
-        return out, lse
     parts_of = splits if splits > 1 else 0
     parts = query.new_empty(parts_of * n * heads, DIM, dtype=torch.float32)
     part_lse = query.new_empty(parts_of * n * heads, dtype=torch.float32)

@@ -32,9 +32,9 @@ def test_what_is_held_is_found_whatever_others_do() -> None:
     going.set()
 
     def churn() -> None:
-        seed = 2
+        seed = 0
         while going.is_set():
-            fill(cache, prompt(9, seed % 50))
+            fill(cache, prompt(9, 2 + seed % 50))
             cache.evict(Tier.GPU, 2)
             seed += 1
 
