@@ -14,7 +14,7 @@ from kvtier.kernels import triton_mla, triton_mla_sparse
 from kvtier.kernels.gluon_latent_attend import attend_lists, attend_pages
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.records import RECORDS, Record
-from kvtier.kernels.triton_mla import LATENT, ROPE
+from kvtier.kernels.triton_mla import LATENT, LOG2E, ROPE
 from kvtier.kernels.triton_write import adjacent, pool_of
 
 __all__ = ["TILE", "absorbed", "mla_sparse", "splits_of"]
@@ -25,7 +25,6 @@ MOST_SPLITS = triton_mla_sparse.PARTS
 AROUND, JOINING, BESIDE = 1.3, 1.5, 3.0
 """What a program takes beside its tiles, what joining parts takes, and what that takes more if all
 multiprocessors wrote some, in tiles."""
-LOG2E = 1.4426950408889634
 
 
 def mla_sparse(
@@ -79,7 +78,7 @@ def mla_sparse(
         slots,
         slots.stride(0),
         slots.shape[1],
-        scale * LOG2E,
+        scale * LOG2E.value,
         parts if cut else out,
         part_lse if cut else lse,
         HEADS=heads,
@@ -141,7 +140,7 @@ def absorbed(
         batch.cu_seqlens_q,
         batch.kv_lens_device,
         sequences,
-        scale * LOG2E,
+        scale * LOG2E.value,
         out,
         lse,
         parts,

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from kvtier.config import parse_bytes
+from kvtier.kernels.gluon_parts import LOG2E
 from kvtier.kernels.gluon_sparse_attend import attend
 from kvtier.kernels.records import Record
 from kvtier.kernels.sparse import check_extra
@@ -22,7 +23,6 @@ HEADS = 64
 """Heads of a program: one tile of the tensor cores' rows."""
 GRID = 65_535
 """Queries of a launch, at most."""
-LOG2E = 1.4426950408889634
 Words = tuple[Tensor, int, int, int]
 """What ``_words_of`` answers."""
 
@@ -108,7 +108,7 @@ def _launch(
         extra_slots,
         extra_slots.stride(0),
         extra_slots.shape[1],
-        scale * LOG2E,
+        scale * LOG2E.value,
         sink,
         out,
         lse,

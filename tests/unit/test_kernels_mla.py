@@ -1,13 +1,11 @@
 """Both forms of MLA over pages, against dense attention in float64; poison wherever not to read."""
 
-import weakref
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.memory import Peak
 from kvtier import ConfigError
 from kvtier.kernels import HeadDims, PrefillPlan, absorbed, workspace_rows
 from tests.unit.mla_cases import DIMS, PAGE, MlaCase
@@ -124,40 +122,6 @@ def test_many_queries_are_scored_in_blocks(form: str, monkeypatch: pytest.Monkey
     torch.testing.assert_close(blocks.double(), case.expected()[0], atol=2e-6, rtol=0)
 
 
-class Live(TorchDispatchMode):
-    """The most bytes of tensors that were alive at once, among those made under it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.users: dict[int, int] = {}
-        self.bytes = self.peak = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        given = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}
-        for out in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(out, torch.Tensor):
-                storage = out.untyped_storage()
-                if storage._cdata in self.users or storage._cdata not in given:
-                    self._hold(out, storage._cdata, storage.nbytes())
-        return result
-
-    def _hold(self, tensor: torch.Tensor, storage: int, size: int) -> None:
-        if not self.users.get(storage):
-            self.bytes += size
-            self.peak = max(self.peak, self.bytes)
-        self.users[storage] = self.users.get(storage, 0) + 1
-        weakref.finalize(tensor, self._drop, storage, size).atexit = False
-
-    def _drop(self, storage: int, size: int) -> None:
-        self.users[storage] -= 1
-        if not self.users[storage]:
-            del self.users[storage]
-            self.bytes -= size
-
-
 @pytest.mark.parametrize("queries", [1, 40, 160])
 @pytest.mark.parametrize("budget", [2 << 20, 6 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -167,10 +131,10 @@ def test_absorbed_scratch_is_bounded(queries: int, budget: int, dtype: torch.dty
     query, rows = case.absorbed_query.to(dtype), case.rows.to(dtype)
     args = {"latent_dim": 64, "scale": case.scale}
     want, want_lse = absorbed(query, rows, case.batch, **args, workspace_bytes=1 << 30)
-    with Live() as live:
+    with Peak("cpu") as peak:
         out, lse = absorbed(query, rows, case.batch, **args, workspace_bytes=budget)
     result = out.numel() * out.itemsize + lse.numel() * lse.itemsize
-    assert budget / 20 < live.peak - result <= budget
+    assert budget / 20 < peak.bytes - result <= budget
     torch.testing.assert_close(out, want, atol=2e-6 if dtype == torch.float32 else 4e-3, rtol=0)
     torch.testing.assert_close(lse, want_lse, atol=2e-6 if dtype == torch.float32 else 1e-5, rtol=0)
 
