@@ -1,8 +1,10 @@
-"""Who may import whom.  What stands lower in ``LAYERS`` never imports what stands higher."""
+"""Who may import whom.  What stands lower in ``LAYERS`` never imports what stands higher.
+And what tests take from each other exists."""
 
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,32 @@ def test_adapter_uses_public_names_only() -> None:
     assert not found, "\n".join(found)
 
 
+def test_what_tests_take_from_each_other_is_there() -> None:
+    """The type checker sees to everything else."""
+    wrong = [w for path in sorted((ROOT / "tests").rglob("*.py")) for w in not_there(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def not_there(path: Path) -> Iterator[str]:
+    for name, _ in imports(path):
+        module, _, taken = name.rpartition(".")
+        source = (ROOT / module.replace(".", "/")).with_suffix(".py")
+        if module.startswith("tests.") and source.exists() and taken not in _bound(source):
+            yield f"{path}: {name} is not there"
+
+
+@cache
+def _bound(path: Path) -> set[str]:
+    """Every name that is given a meaning in a file, at whatever depth."""
+    names = {name.rpartition(".")[2] for name, _ in imports(path)}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
 def _all_of(path: Path) -> ast.expr:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
@@ -133,3 +161,9 @@ def test_the_check_can_fail(unit: str, source: str, tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(source)
     assert list(violations(path, unit))
+
+
+def test_a_name_that_is_not_there_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("from tests.meta.test_layers import ROOT, NoSuchThing")
+    assert list(not_there(path)) == [f"{path}: tests.meta.test_layers.NoSuchThing is not there"]
