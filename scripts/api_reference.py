@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "api.md"
-MODULES = ("kvtier", "kvtier.layouts", "kvtier.testing")
+MODULES = ("kvtier", "kvtier.layouts", "kvtier.kernels", "kvtier.testing")
 HEAD = (
     "# API reference\n\n"
     "Every public name: its signature, and the first sentence of its docstring; `help()` has the "
