@@ -43,15 +43,27 @@ def test_every_decision_is_listed_and_has_its_parts() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
+    """Files that are there, and headings that are in them."""
     broken = []
     for path in documents():
-        text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
-        broken += [
-            f"{path.relative_to(ROOT)}: {target}"
-            for target in re.findall(r"\]\(([^)#\s]+)", text)
-            if "://" not in target and not (path.parent / target).exists()
-        ]
+        for target, heading in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", _prose(path)):
+            there = path.parent / target if target else path
+            if "://" in target or (there.exists() and _has(there, heading)):
+                continue
+            broken.append(f"{path.relative_to(ROOT)}: {target}#{heading}")
     assert not broken
+
+
+def _prose(path: Path) -> str:
+    return re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+
+
+def _has(path: Path, heading: str) -> bool:
+    """Whether a heading of a document has this anchor: its words in lower case with dashes between,
+    without other punctuation.  Of two equal ones only the first is found."""
+    titles = re.findall(r"^#+ (.+)$", _prose(path), re.MULTILINE) if heading else []
+    anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return not heading or heading in anchors
 
 
 def test_the_project_speaks_of_itself_alone() -> None:
