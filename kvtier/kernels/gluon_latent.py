@@ -128,9 +128,11 @@ def absorbed(
     lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
     if n == 0 or heads == 0:
         return out, lse
+    sequences = batch.kv_lens_device.shape[0]
+    if not sequences:  # kernels look at a sequence before they know it is there
+        return out.zero_(), lse.fill_(-torch.inf)
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")
     grid = triton_mla.grid_of(batch, heads, _processors(query.device), workspace, fast=True)
-    sequences = batch.kv_lens_device.shape[0]
     parts, part_lse, plan = triton_mla.scratch(query, sequences, grid)
     attend_pages[(grid.tiles, grid.parts)](
         *_query_words(query),
@@ -175,7 +177,8 @@ def _processors(device: torch.device) -> int:
 def _query_words(query: Tensor) -> tuple[Tensor, int, int]:
     """Queries as words, and words from token to token and head to head."""
     if query.stride(2) != 1 or any(x % 2 for x in query.stride()[:2]) or query.data_ptr() % 4:
-        query = query.contiguous()
+        # ``contiguous`` would leave as it is what begins between words, or is one row of odd width.
+        query = query.clone(memory_format=torch.contiguous_format)
     query = query.view(torch.int32)
     return query, query.stride(0), query.stride(1)
 

@@ -202,6 +202,20 @@ class TestLists:
         case.query = wide[:, 1::2, :576]
         case.check()
 
+    @pytest.mark.parametrize(("n", "heads", "width", "at"), [(2, 4, 576, 1), (1, 1, 577, 0)])
+    def test_queries_between_words_are_copied(
+        self, n: int, heads: int, width: int, at: int, parts: Callable[[int], None]
+    ) -> None:
+        """As are those whose only row has an odd width: they all count as contiguous."""
+        parts(1)
+        case = Case("dense", n, heads, 70)
+        memory = torch.full((n * heads * width + at,), torch.nan, dtype=torch.bfloat16)
+        query = memory[at:].view(n, heads, width)[..., :576]
+        query.copy_(case.query)
+        assert query.is_contiguous()
+        case.query = query
+        case.check()
+
     @BOTH
     def test_scores_that_grow_and_fall(self, record: str, parts: Callable[[int], None]) -> None:
         """The largest score of a tile is often hundreds below that of the one before."""
@@ -322,6 +336,14 @@ class TestPages:
         given = (query.to(DEVICE), pool.to(DEVICE), batch)
         out, lse = gluon_latent.absorbed(*given, latent_dim=512, scale=SCALE)
         close((out.cpu(), lse.cpu()), expected)
+
+    def test_without_sequences(self) -> None:
+        query, pool, some, _ = sequences([(1, 70)], 64, 2)
+        table, lengths = some.block_table[:0], some.kv_lens_device[:0]
+        batch = PagedBatch((), (), table, some.cu_seqlens_q[:1], lengths, 64)
+        given = (query.to(DEVICE), pool.to(DEVICE), batch)
+        out, lse = gluon_latent.absorbed(*given, latent_dim=512, scale=SCALE)
+        assert out.shape == (9, 2, 512) and out.eq(0).all() and lse.eq(-INF).all()
 
     def test_what_it_does_not_take_is_refused(self) -> None:
         query, pool, batch, _ = sequences([(1, 70)], 64, 2)

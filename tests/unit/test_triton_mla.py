@@ -166,6 +166,14 @@ def test_tokens_of_no_sequence_get_nothing() -> None:
     assert lse[3:].eq(-torch.inf).all()
 
 
+def test_nothing_is_launched_where_there_are_no_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of all kernels look at a sequence's length before they know that there is one."""
+    monkeypatch.delattr(triton_mla, "grid_of")
+    case = Case([], heads=4)
+    out, lse = case.run(torch.full((5, 4, 576), torch.nan, dtype=torch.bfloat16, device=DEVICE))
+    assert out.shape == (5, 4, 512) and out.eq(0).all() and lse.eq(-torch.inf).all()
+
+
 def test_queries_and_rows_that_lie_apart() -> None:
     case = Case([(1, 70), (2, 20)], heads=4)
     wide = torch.full((case.pool, 640), torch.nan, dtype=torch.bfloat16, device=DEVICE)
