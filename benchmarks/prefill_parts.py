@@ -47,7 +47,8 @@ class Sizes:
     behind: int
     """New tokens, and the context before them, of which the forms are compared."""
     loads: tuple[tuple[int, int, int], ...]
-    """Sequences, new tokens of each, keys of each: what backends are compared at."""
+    """Sequences, new tokens of each, keys of each: what backends are compared at.  More than 64 new
+    ones on a GPU: of fewer all have the same kernel, and which of them is the faster is chance."""
     repeats: int
 
     @property
@@ -85,7 +86,7 @@ GPU = Sizes(
         (1, 8192, 8192),
         (1, 2048, 2048),
         (1, 512, 16384),
-        (32, 64, 4096),
+        (32, 128, 4096),
         (8, 256, 8192),
         (1, 2048, 131072),
     ),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.attention_parts import PARTS
+from benchmarks.prefill_parts import GPU
 from kvtier import ConfigError
 from kvtier.kernels import Case, Load, choices, measured, select, select_all
 from kvtier.kernels.measured import Figures
@@ -211,6 +213,21 @@ def test_every_size_that_was_measured_gets_the_fastest_right_one(
                     keys = shape.keys + shape.extra
                     load = Load(shape.tokens, shape.heads, keys, captured=True)
                 assert (part.operation, load) in seen
+
+
+def test_prompts_are_attended_by_gluon_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many: no size was measured at which all backends have the same kernel, as they have
+    for up to 64 new tokens, so that chance would pick for sizes near it."""
+    there = tuple(dataclasses.replace(row, missing=str) for row in kernel_table.ROWS)
+    monkeypatch.setattr(kernel_table, "ROWS", there)
+    monkeypatch.setattr(measured, "device_name", lambda: "NVIDIA H200")
+    case = Case("mla_materialised", "dense", (192, 128), torch.bfloat16, "cuda")
+    kernel = select(case)
+    assert kernel.figures is not None
+    assert all(load.queries > 64 for load in kernel.figures.times)
+    assert all(queries > 64 for _, queries, _ in GPU.loads)
+    for batch, queries, keys in itertools.product((1, 8, 32, 256), (65, 129, 1024), (512, 16384)):
+        assert kernel.for_load(Load(batch, 128, keys, queries)).backend == "gluon"
 
 
 @pytest.mark.parametrize(
