@@ -39,6 +39,7 @@ class Step:
     """
 
     __slots__ = (
+        "__weakref__",
         "_accepted",
         "_counts",
         "_data",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtier import Cache, Lease, Span, Tier
+from kvtier import Cache, KVTierError, Lease, Span, Tier
 from kvtier.kernels import RECORDS, norm_rope, write_records
 from kvtier.layouts import swa_c4_c128
 from kvtier_deepseek import Adapter, attach, generate
@@ -464,3 +464,37 @@ def test_prompt_logprobs_reuse_up_to_the_first_wanted_position(first_wanted: int
     got = torch.log_softmax(logits, -1)[first_wanted - 1 - start : -1]
     picked = torch.tensor(tokens[first_wanted:])[:, None]
     near(got.gather(1, picked), want.gather(1, picked))
+
+
+def test_a_chunk_that_has_overwritten_what_it_reads_is_not_run_again() -> None:
+    """Rings have turned too far: a second pass would give, and commit, other rows."""
+    model, tokens = model_of(), stream()
+    with (
+        open_cache(model, layout=FP32 | {"max_draft": 3}) as cache,
+        attach(model, cache) as adapter,
+    ):
+        with cache.lease([]) as lease:
+            lease.ready.result(timeout=30)
+            for count in (130, 1, 4):  # as many as may be rejected may be fed again
+                at = lease.num_tokens
+                with cache.step([(lease, tokens[at : at + count])]) as step:
+                    logits = adapter.forward(step, all_logits=True)
+                    near(logits, expected()[at : at + count])
+                    if count <= 4:
+                        again = adapter.forward(step, all_logits=True)
+                        near(again, expected()[at : at + count])
+
+            def interrupted(*_: Any) -> None:
+                raise RuntimeError("out of memory")
+
+            hook = model.model.layers[-1].register_forward_pre_hook(interrupted)
+            with (
+                pytest.raises(KVTierError, match="has run before"),
+                cache.step([(lease, tokens[135:240])]) as step,
+            ):
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    adapter.forward(step)
+                hook.remove()
+                adapter.forward(step)
+            assert lease.ready.result(timeout=30) == lease.num_tokens == 0
+            near(run(cache, adapter, lease, tokens[:240], [240]), expected()[:240])

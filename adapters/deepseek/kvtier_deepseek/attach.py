@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +137,9 @@ class Adapter:
         self._family = family
         self._cache = cache
         self._layout: Layout = cache.layout
+        self._max_rejected = cache.layout.max_rejected
+        self._begun: WeakSet[Step] = WeakSet()
+        """Steps that rings have been written for, further than they could be written again."""
         self._overrides: list[_Override] = []
         self._report = StepReport(0, 0)
         self._used: dict[Kind, Mapping[str, str]] = {}
@@ -211,10 +215,11 @@ class Adapter:
         ``all_logits``; none for padding rows.  ``pad_to`` is passed on to ``step.to_device``,
         unless ``device`` is what that gave already.
         Raises KVTierError after ``detach``, where the model was moved or converted since it was
-        attached and where a layer did not take part, TokenError for an
-        id outside the vocabulary and, without ``all_logits``, for a lease that is fed no token
-        (it has no last one), LayoutMismatch for a step of a cache with another layout and for
-        inconsistent hand-made metadata.
+        attached, where a layer did not take part, and of V4 for a step that has run before, if
+        more tokens of a lease are in it than may be rejected: they have overwritten what they read.
+        TokenError for an id outside the vocabulary and, without ``all_logits``, for a lease that is
+        fed no token (it has no last one), LayoutMismatch for a step of a cache with another layout
+        and for inconsistent hand-made metadata.
         """
         self._check(step)
         if not all_logits:
@@ -226,6 +231,7 @@ class Adapter:
         rows, tokens = len(step.query_lens), len(step.input_ids)
         if tokens == 0:
             return self._no_logits(device.input_ids.device)
+        self._begin(step)
         taps: dict[str, Tensor] = {}
         if all_logits:
             logits = self._run(step, device, None, taps=taps)[:tokens]
@@ -354,6 +360,18 @@ class Adapter:
         if 0 in step.query_lens:
             row = step.query_lens.tolist().index(0)
             raise TokenError(f"row {row} is fed no token, so it has no logits: leave it out")
+
+    def _begin(self, step: StepLike) -> None:
+        """Rings hold what a step reads until they have turned too far."""
+        most = self._max_rejected
+        if most is None or not isinstance(step, Step) or int(step.query_lens.max()) <= most:
+            return
+        if step in self._begun:
+            raise KVTierError(
+                f"this step has run before, and with more than {most} tokens of a lease it has "
+                "overwritten what they read: leave it with this error, then feed them again"
+            )
+        self._begun.add(step)
 
     def _check_ids(self, step: StepLike) -> None:
         """On an accelerator an id outside the embedding would take the whole context down."""
