@@ -202,6 +202,16 @@ class TestAttach:
             attach(model, cache_for(model))
         assert adapted(model) == [False, False]
 
+    def test_queries_projected_in_two_need_no_name_for_doing_it_in_one(self) -> None:
+        model = tiny_model("v3")
+        tokens, cache = random_tokens(9), cache_for(model)
+        expected = full_logits(model, tokens)
+        for layer in model.model.layers:
+            del layer.self_attn.q_proj
+        with attach(model, cache) as adapter:
+            logits = adapter.forward(cache.step((FakeSequence(), tokens)), all_logits=True)
+        torch.testing.assert_close(logits, expected, atol=LOGITS, rtol=0)
+
     @pytest.mark.parametrize("name", ["scaling", "layer_idx", "num_heads", "v_head_dim"])
     def test_a_missing_attribute_is_named(self, name: str) -> None:
         model = tiny_model("v3")

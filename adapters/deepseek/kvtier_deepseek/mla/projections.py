@@ -90,8 +90,8 @@ class Projections:
         d, n = self.dims, hidden.shape[1]
         if query_latent is not None:
             query = m.q_b_proj(query_latent)
-        elif m.q_proj is not None:
-            query = m.q_proj(hidden)
+        elif (whole := getattr(m, "q_proj", None)) is not None:
+            query = whole(hidden)
         else:
             query = m.q_b_proj(m.q_a_layernorm(m.q_a_proj(hidden)))
         query = query.view(1, n, d.heads, d.nope + d.rope).transpose(1, 2)
