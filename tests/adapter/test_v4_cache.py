@@ -116,6 +116,25 @@ def test_a_model_whose_checkpoints_hold_windows_only() -> None:
             cache.evict(Tier.GPU, 100)
 
 
+@pytest.mark.parametrize("tail", ["minimal", "seed"])
+def test_pages_as_short_as_a_window(tail: str) -> None:
+    """At the end of the first there is one window page, and a checkpoint may have room for two."""
+    model, tokens = model_of(), stream()[:300]
+    layout = FP32 | {"page_tokens": 128, "tail": tail}
+    with open_cache(model, layout=layout, cpu=100) as cache, attach(model, cache) as adapter:
+        resume(cache, adapter, tokens, 0, [200, 300])[0].release()
+        cache.flush(to=Tier.CPU).result(timeout=30)
+        for tier in (Tier.GPU, Tier.CPU):
+            for start in (128, 256):
+                lease, logits = resume(cache, adapter, tokens, start, [270, 300])
+                with lease:
+                    assert lease.restored[tier] == start
+                    near(torch.cat([*logits.values()]), expected()[start:300])
+                if tier is Tier.CPU:
+                    cache.evict(Tier.GPU, 100)
+            cache.evict(Tier.GPU, 100)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [100, 256, 300, 1111])
 def test_every_boundary_of_a_longer_prompt(chunk: int, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from kvtier_deepseek.config import layout_for
 from kvtier_deepseek.family import FEW, MANY, variants_of
 from kvtier_deepseek.fields import DRAFT_STATE
 from kvtier_deepseek.metadata import (
+    CaptureLike,
     DeviceStepLike,
     RowLens,
     StepLike,
@@ -211,22 +212,16 @@ class V4Family:
 
     def captures(self, step: TailStepLike, device: torch.device) -> Captures:
         """Checkpoints due in ``step``.  In one copy, so that nothing waits."""
-        count, slots = self._layout.tail_windows, self._windows.slots_per_page
-        table = np.array(
-            [
-                (
-                    *(c.row, c.position, c.frame),
-                    *(
-                        step.window_table[c.row, c.position // slots - i]
-                        for i in range(count, 0, -1)
-                    ),
-                )
-                for c in step.captures
-            ],
-            dtype=np.int64,
-        )
+        table = np.array([self._capture(step, each) for each in step.captures], dtype=np.int64)
         moved = upload(table, device)
         return Captures(moved[:, :3], moved[:, 3:])
+
+    def _capture(self, step: TailStepLike, due: CaptureLike) -> list[int]:
+        """Near the start of a sequence there are fewer window pages than a checkpoint has room for:
+        what is left of it holds the last one again."""
+        count, end = self._layout.tail_windows, due.position // self._windows.slots_per_page
+        pages = step.window_table[due.row, max(0, end - count) : end].tolist()
+        return [due.row, due.position, due.frame, *pages, *pages[-1:] * (count - len(pages))]
 
 
 def v4_family(
