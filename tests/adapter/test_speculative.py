@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier import ConfigError, LayoutMismatch, Tier, TokenError
+from kvtier import Cache, ConfigError, LayoutMismatch, OutOfPages, Tier, TokenError
 from kvtier_deepseek import NGram, Request, attach, generate, speculate, verify
 from kvtier_deepseek.fields import DRAFT_STATE
 from tests.adapter import drafts_kit as kit
@@ -371,6 +371,27 @@ def test_speculative_loop_refuses() -> None:
                 speculate(adapter, cache, [1, 2], 3, **options)
         with pytest.raises(TokenError, match="empty"):
             speculate(adapter, cache, [], 3, proposer=NGram())
+
+
+def test_speculative_steps_wait_for_pages_that_are_still_being_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of prompts, and those that verify, as ``generate``'s do."""
+    step, calls = Cache.step, 0
+
+    def every_other(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            raise OutOfPages(1, 0)
+        return step(*args, **options)
+
+    with session("v3", "ngram") as (cache, adapter):
+        prompt = [5, 6, 7] * 4
+        text = generate(adapter, cache, prompt, 6).tokens
+        monkeypatch.setattr(Cache, "step", every_other)
+        assert speculate(adapter, cache, prompt, 6, proposer=NGram(), chunk=4).tokens == text
+    assert calls > 6
 
 
 def test_speculative_drafts_that_do_not_fit() -> None:
