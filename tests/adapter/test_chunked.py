@@ -69,6 +69,37 @@ class TestForms:
                     )
                     at += n
 
+    @pytest.mark.parametrize("limit", [1, 6])
+    def test_as_many_tokens_as_the_limit_are_absorbed_and_one_more_is_not(self, limit: int) -> None:
+        """AT-1.8, F3: one request after the other, and both in one step."""
+        model = tiny_model("v3")
+        streams = [random_tokens(4 * limit + 2, seed) for seed in (1, 2)]
+        expected = [full_logits(model, stream) for stream in streams]
+        cache, sequences = cache_for(model), [FakeSequence(), FakeSequence()]
+        operations = {"absorbed": "mla_absorbed", "materialised": "mla_materialised_whole"}
+        with attach(model, cache, max_absorbed=limit) as adapter:
+            for counts, forms in (
+                ((limit, 0), {"absorbed": 1}),
+                ((0, limit + 1), {"materialised": 1}),
+                ((limit + 1, limit), {"absorbed": 1, "materialised": 1}),
+                ((limit, limit), {"absorbed": 2}),
+                ((limit + 1, limit + 1), {"materialised": 2}),
+            ):
+                work, wants = [], []
+                for seq, stream, want, n in zip(sequences, streams, expected, counts, strict=True):
+                    if n:
+                        at = slice(seq.num_tokens, seq.num_tokens + n)
+                        work.append((seq, stream[at]))
+                        wants.append(want[at])
+                got = feed(adapter, cache, *work)
+                assert adapter.report.forms == forms
+                assert set(adapter.report.backends) == {
+                    "write_rows",
+                    *(operations[form] for form in forms),
+                }
+                for logits, want in zip(got, wants, strict=True):
+                    torch.testing.assert_close(logits, want, atol=LOGITS, rtol=0)
+
     def test_the_limit_is_measured_with_the_layers_own_kernels(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -127,9 +127,17 @@ class MlaCase:
         page = self.batch.page_tokens
         if form == "sdpa":
             max_rows = max(max_rows, -(-max(self.batch.kv_lens, default=1) // page) * page, page)
-        args = (self.query, self.rows, self.batch, self.project)
+        space = self.workspace(max_rows)
+
+        def project(latent: Tensor, out: Tensor) -> None:
+            # What an earlier chunk left behind this one's rows is nobody's.
+            space.latent[latent.shape[0] :] = torch.nan
+            space.projected[latent.shape[0] :] = torch.nan
+            self.project(latent, out)
+
+        args = (self.query, self.rows, self.batch, project)
         options: dict[str, Any] = {"dims": self.dims, "scale": self.scale, "record": self.record}
-        options["workspace"] = self.workspace(max_rows)
+        options["workspace"] = space
         if form == "sdpa":
             return (kernel or materialised_sdpa)(*args, **options), None
         result: tuple[Tensor, Tensor] = (kernel or materialised)(*args, **options)

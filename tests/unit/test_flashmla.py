@@ -29,6 +29,7 @@ from kvtier.kernels import (
 from kvtier.kernels.planned import PerBatch
 from tests.unit.flashmla_double import Double
 from tests.unit.mla_cases import MlaCase
+from tests.unit.window_cases import PADDING, WindowCase
 
 RELEASED = HeadDims(heads=3, latent=512, rope=64, nope=128, value=128)
 
@@ -138,6 +139,28 @@ def test_lists_of_latent_rows(double: Double, record: str, heads: int) -> None:
     assert [shape[-2] for shape in double.shapes] == {3: [64], 64: [64], 200: [128, 128]}.get(
         heads, [128]
     )
+
+
+@pytest.mark.parametrize("record", ["dense", "mla_fp8"])
+@pytest.mark.parametrize("window", [1, 64, 65, 100])
+def test_windows(double: Double, window: int, record: str) -> None:
+    """E6: lists as every backend is given them, of a verify step, padding, prefill and decode,
+    against dense masked attention; what no query reaches is poison."""
+    options = {"dims": RELEASED, "page": 64, "record": record, "dtype": torch.bfloat16}
+    case = WindowCase([150, 70], window, **options)
+    spans = ((0, 146, 150), PADDING, (1, 0, 70), (0, 100, 101))
+    out, lse = case.call(*spans, kernel=flashmla.mla_sparse)
+    at = 0
+    for b, start, stop in spans:
+        mine = slice(at, at + max(1, stop - start))
+        at = mine.stop
+        if b < 0:
+            assert out[mine].eq(0).all() and lse[mine].eq(-torch.inf).all()
+            continue
+        expected, expected_lse = case.expected(b)
+        scale = expected.abs().max()
+        assert (out[mine].double() - expected[start:stop]).abs().max() <= 1.6e-2 * scale
+        assert (lse[mine].double() - expected_lse[start:stop]).abs().max() <= 8e-2
 
 
 @pytest.mark.parametrize("heads", [5, 64, 130])

@@ -233,6 +233,12 @@ def check(case: MlaCase, out: torch.Tensor, lse: torch.Tensor, atol: float = ATO
     torch.testing.assert_close(lse.cpu().double(), expected_lse.cpu(), atol=atol, rtol=0)
 
 
+def within_two_units(chunked: torch.Tensor, whole: torch.Tensor) -> None:
+    """In the last place of the largest value, in bfloat16."""
+    unit = 2.0 ** (whole.abs().max().float().log2().floor() - 7)
+    assert (chunked.float() - whole.float()).abs().max() <= 2 * unit
+
+
 class TestChunks:
     @backends
     def test_edges_in_one_batch(self, kernel: Callable[..., Any], device: str) -> None:
@@ -265,9 +271,17 @@ class TestChunks:
         chunked, _ = case.run("materialised", max_rows=W, kernel=kernel)
         assert len(case.projected) == 16
         whole, _ = case.run("materialised", max_rows=256, kernel=kernel)
-        scale = whole.abs().max().float()
-        unit = 2.0 ** (scale.log2().floor() - 7)
-        assert (chunked.float() - whole.float()).abs().max() <= 2 * unit
+        within_two_units(chunked, whole)
+
+    @pytest.mark.parametrize("lengths", GRID)
+    def test_each_edge_alone_in_bfloat16(self, lengths: tuple[int, int]) -> None:
+        """AT-2.1"""
+        case = MlaCase([lengths], dtype=torch.bfloat16)
+        chunked, _ = case.run("materialised", max_rows=W)
+        assert len(case.projected) == -(-lengths[1] // W)
+        whole, _ = case.run("materialised", max_rows=64)
+        within_two_units(chunked, whole)
+        torch.testing.assert_close(whole.double(), case.expected()[0], atol=8e-3, rtol=8e-3)
 
     @backends
     def test_mixed_rows_equal_each_alone(self, kernel: Callable[..., Any], device: str) -> None:
@@ -348,15 +362,21 @@ class TestChunks:
     def test_no_row_beyond_the_workspace_is_touched(
         self, kernel: Callable[..., Any], device: str, rows: int
     ) -> None:
-        """AT-2.2: it has exactly so many rows, with guards around them."""
+        """AT-2.2: it has exactly so many rows, with guards around them, and no others are used."""
         case = MlaCase([(9, 17), (2, 14), (1, 5)], device=device)
         around = case.workspace(rows + 16)
         around.latent.fill_(7.0)
         around.projected.fill_(7.0)
         inside = slice(8, 8 + rows)
         exact = Workspace(around.latent[inside], around.projected[inside])
+
+        def project(latent: torch.Tensor, out: torch.Tensor) -> None:
+            assert latent.data_ptr() == exact.latent.data_ptr()
+            assert out.data_ptr() == exact.projected.data_ptr()
+            case.project(latent, out)
+
         out, lse = kernel(
-            *(case.query, case.rows, case.batch, case.project),
+            *(case.query, case.rows, case.batch, project),
             dims=DIMS,
             scale=case.scale,
             workspace=exact,
