@@ -126,9 +126,19 @@ def pool(record: str, slots: int) -> torch.Tensor:
     return storage
 
 
-@pytest.mark.parametrize("heads", [3, 64, 100, 128, 200])
+@pytest.fixture
+def filled() -> Iterator[None]:
+    """Memory that is taken and not written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("heads", [1, 16, 63, 64, 65, 128, 200])
 @pytest.mark.parametrize("record", ["dense", "mla_fp8"])
 def test_lists_of_latent_rows(double: Double, record: str, heads: int) -> None:
+    """AT-3.6: whatever heads beside them hold and find, NaN here."""
     torch.manual_seed(0)
     rows, slots = pool(record, 128), torch.randint(0, 128, (5, 70))
     slots[1], slots[3, ::3] = -1, -1
@@ -136,9 +146,8 @@ def test_lists_of_latent_rows(double: Double, record: str, heads: int) -> None:
     options = {"latent_dim": 512, "scale": 0.07, "record": RECORDS[record]}
     expected = mla_sparse(query, rows, slots, **options)
     check(flashmla.mla_sparse(query, rows, slots, **options), expected)
-    assert [shape[-2] for shape in double.shapes] == {3: [64], 64: [64], 200: [128, 128]}.get(
-        heads, [128]
-    )
+    wanted = [128, 128] if heads > 128 else [64 if heads <= 64 else 128]
+    assert [shape[-2] for shape in double.shapes] == wanted
 
 
 @pytest.mark.parametrize("record", ["dense", "mla_fp8"])

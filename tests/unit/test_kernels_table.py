@@ -147,6 +147,24 @@ def test_every_combination(operation: str) -> None:
     assert seen > 0
 
 
+def test_what_attention_kernels_are_made_for() -> None:
+    """AT-4.3: widths of keys and values, by hand; a kernel would read any others as these."""
+    halves = {"bfloat16", "float16"}
+    made = {
+        "mla_absorbed": ((576, 512), halves),
+        "mla_materialised": ((192, 128), halves),
+        "mla_sparse": ((576, 512), halves),
+        "sparse_attend": ((512,), halves | {"float32"}),
+    }
+    seen = set()
+    for operation, _, backend, dims, types, devices, _ in listed():
+        if operation in made and backend not in ("torch", "sdpa"):
+            widths, known = made[operation]
+            assert dims == {widths} and types <= known and devices == {"cuda"}
+            seen.add((operation, backend))
+    assert seen >= {(operation, backend) for operation in made for backend in ("triton", "gluon")}
+
+
 def test_unknown_backend() -> None:
     with pytest.raises(ConfigError, match="unknown backend 'fastest'; known: flashinfer, flashmla"):
         select(ABSORBED, backend="fastest")
