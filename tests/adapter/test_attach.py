@@ -219,6 +219,13 @@ class TestAttach:
         with pytest.raises(UnsupportedModel, match=name):
             attach(model, cache_for(model))
 
+    def test_a_number_of_layers_that_is_none(self) -> None:
+        model = tiny_model("v3")
+        cache = cache_for(model)
+        vars(model.config)["num_hidden_layers"] = "2.5"
+        with pytest.raises(UnsupportedModel, match=r"num_hidden_layers .* '2\.5'"):
+            attach(model, cache)
+
     def test_a_size_that_contradicts_the_configuration(self) -> None:
         model = tiny_model("v3")
         attention(model).v_head_dim = 4

@@ -261,6 +261,14 @@ class TestWindows:
                 },
                 "disagree",
             ),
+            (
+                {"window_attn_skip_freq": [0, 1, 1], "num_nextn_predict_layers": "1"},
+                "num_nextn_predict_layers is '1'",
+            ),
+            (
+                {"window_attn_skip_freq": [0, 1, 1], "num_nextn_predict_layers": [1]},
+                r"num_nextn_predict_layers is \[1\]",
+            ),
             ({}, "sliding_window=128: neither"),
         ],
         ids=lambda each: str(each) if isinstance(each, dict) else "",

@@ -5,7 +5,15 @@ from typing import Any
 
 from kvtier_deepseek.errors import UnsupportedModel
 
-__all__ = ["DRAFT_STATE", "ROPE_TYPES", "is_size", "mapping", "refuse_rope_type", "size"]
+__all__ = [
+    "DRAFT_STATE",
+    "ROPE_TYPES",
+    "count",
+    "is_size",
+    "mapping",
+    "refuse_rope_type",
+    "size",
+]
 
 DRAFT_STATE = "draft_state"
 """The component of what pages keep for draft layers: no part of the model's own attention."""
@@ -22,6 +30,14 @@ def size(config: Any, name: str) -> int:
         raise UnsupportedModel(f"{name} must be a positive integer, got {value!r}")
     assert isinstance(value, int)
     return value
+
+
+def count(config: Any, name: str) -> int:
+    """The field as an integer, 0 where there is none.  Raises UnsupportedModel naming it."""
+    value = getattr(config, name, None) or 0
+    if not is_size(value) and value != 0:
+        raise UnsupportedModel(f"{name} is {value!r}, which is no count")
+    return int(value)
 
 
 def is_size(value: object) -> bool:

@@ -17,7 +17,7 @@ from kvtier import ConfigError
 from kvtier.kernels import HeadDims
 from kvtier.layouts import Layout, mla
 from kvtier_deepseek.errors import UnsupportedModel
-from kvtier_deepseek.fields import mapping, refuse_rope_type, size
+from kvtier_deepseek.fields import count, mapping, refuse_rope_type, size
 
 __all__ = ["MODEL_TYPES", "head_dims", "layout_for", "window_layers"]
 
@@ -125,7 +125,7 @@ def window_layers(config: Any) -> tuple[int, ...]:
 def _listed(name: str, entries: object, config: Any, layers: int) -> Sequence[Any]:
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise UnsupportedModel(f"{name} must be a list with an entry per layer, got {entries!r}")
-    drafts = getattr(config, "num_nextn_predict_layers", None) or 0
+    drafts = count(config, "num_nextn_predict_layers")
     if len(entries) not in (layers, layers + drafts):
         raise UnsupportedModel(
             f"{name} has {len(entries)} entries for num_hidden_layers={layers} and "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kvtier.kernels import RECORDS, HeadDims, LatentRope, write_latent
 from kvtier_deepseek.errors import UnsupportedModel
+from kvtier_deepseek.fields import size
 from kvtier_deepseek.mla.config import head_dims
 
 __all__ = [
@@ -58,7 +59,7 @@ def attention_layers(model: nn.Module, config: Any) -> list[AttentionLayer]:
         if index in found:
             raise UnsupportedModel(f"{found[index].name} and {name} both have layer_idx {index}")
         found[index] = AttentionLayer(name, index, module)
-    wanted = range(int(config.num_hidden_layers))
+    wanted = range(size(config, "num_hidden_layers"))
     if missing := [i for i in wanted if i not in found]:
         raise UnsupportedModel(f"layers {missing} have no latent attention that this adapter knows")
     if extra := [layer.name for i, layer in sorted(found.items()) if i not in wanted]:

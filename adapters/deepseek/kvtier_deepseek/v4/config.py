@@ -13,7 +13,7 @@ from typing import Any
 from kvtier import ConfigError
 from kvtier.layouts import Layout, swa_c4_c128
 from kvtier_deepseek.errors import UnsupportedModel
-from kvtier_deepseek.fields import is_size, refuse_rope_type, size
+from kvtier_deepseek.fields import count, is_size, refuse_rope_type, size
 
 __all__ = ["KINDS", "MODEL_TYPES", "Attention", "attention_of", "dspark_stages", "layout_for"]
 
@@ -164,9 +164,7 @@ def _ratios(config: Any) -> tuple[int, ...]:
             )
         found.append(tuple(KINDS[name] for name in by_name))
     if by_ratio is not None:
-        drafts = getattr(config, "num_nextn_predict_layers", None) or 0
-        if not (is_size(drafts) or drafts == 0):
-            raise UnsupportedModel(f"num_nextn_predict_layers is {drafts!r}, which is no count")
+        drafts = count(config, "num_nextn_predict_layers")
         if getattr(config, "dspark_block_size", None):
             drafts = max(drafts, DSPARK_STAGES)
         _check_length("compress_ratios", by_ratio, layers, layers + drafts)
