@@ -356,6 +356,7 @@ class TestChunks:
         out, lse = case.run("materialised", max_rows=W, kernel=kernel)
         assert lse is not None
         check(case, out, lse)
+        assert sum(case.projected) == 22 + 31  # and no row more
 
     @backends
     @pytest.mark.parametrize("rows", [4, 12])
