@@ -76,10 +76,10 @@ def _check_layer(name: str, module: nn.Module, dims: HeadDims) -> None:
         if not isinstance(getattr(module, attribute, None), int | float):
             raise UnsupportedModel(f"{name} has no number {attribute}")
     sizes = (dims.heads, dims.latent, dims.rope, dims.nope, dims.value)
-    for attribute, size in zip(ATTRIBUTES, sizes, strict=True):
-        if getattr(module, attribute) != size:
+    for attribute, wanted in zip(ATTRIBUTES, sizes, strict=True):
+        if getattr(module, attribute) != wanted:
             raise UnsupportedModel(
-                f"{name}.{attribute} is {getattr(module, attribute)}, the configuration says {size}"
+                f"{name}.{attribute} is {getattr(module, attribute)}, the configuration says {wanted}"
             )
     # An instance may hold its class's own forward, as the copy of an attached model does.
     own = vars(module).get("forward")
