@@ -77,9 +77,9 @@ def _check_layer(name: str, module: nn.Module, dims: HeadDims) -> None:
             raise UnsupportedModel(f"{name} has no number {attribute}")
     sizes = (dims.heads, dims.latent, dims.rope, dims.nope, dims.value)
     for attribute, wanted in zip(ATTRIBUTES, sizes, strict=True):
-        if getattr(module, attribute) != wanted:
+        if (found := getattr(module, attribute)) != wanted:
             raise UnsupportedModel(
-                f"{name}.{attribute} is {getattr(module, attribute)}, the configuration says {wanted}"
+                f"{name}.{attribute} is {found}, the configuration says {wanted}"
             )
     # An instance may hold its class's own forward, as the copy of an attached model does.
     own = vars(module).get("forward")
