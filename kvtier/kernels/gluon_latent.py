@@ -1,7 +1,7 @@
 """Attention to latent rows of 512 + 64 values on an H100 or H200: lists of slots, and pages.
 
 Queries that are few have their keys shared out among several programs; a second launch joins what
-these found.  Of pages, the plan is that of ``triton_mla``, which merges too.  What runs on the
+these found.  Pages are cut and merged as ``triton_mla_parts`` does it.  What runs on the
 device is in ``gluon_latent_attend``.
 """
 
@@ -10,11 +10,12 @@ import triton
 from torch import Tensor
 
 from kvtier.config import parse_bytes
-from kvtier.kernels import triton_mla, triton_mla_sparse
+from kvtier.kernels import triton_mla, triton_mla_parts, triton_mla_sparse
 from kvtier.kernels.gluon_latent_attend import attend_lists, attend_pages
 from kvtier.kernels.mla import PagedBatch
 from kvtier.kernels.records import RECORDS, Record
-from kvtier.kernels.triton_mla import LATENT, LOG2E, ROPE
+from kvtier.kernels.triton_mla import LOG2E, ROPE
+from kvtier.kernels.triton_mla_parts import LATENT
 from kvtier.kernels.triton_write import adjacent, pool_of
 
 __all__ = ["TILE", "absorbed", "mla_sparse", "splits_of"]
@@ -132,8 +133,8 @@ def absorbed(
     if not sequences:  # kernels look at a sequence before they know it is there
         return out.zero_(), lse.fill_(-torch.inf)
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")
-    grid = triton_mla.grid_of(batch, heads, _processors(query.device), workspace, fast=True)
-    parts, part_lse, plan = triton_mla.scratch(query, sequences, grid)
+    grid = triton_mla_parts.grid_of(batch, heads, _processors(query.device), workspace, fast=True)
+    parts, part_lse, plan = triton_mla_parts.scratch(query, sequences, grid)
     attend_pages[(grid.tiles, grid.parts)](
         *_query_words(query),
         *pool,
@@ -154,7 +155,7 @@ def absorbed(
         num_warps=4,
     )
     lengths = (batch.cu_seqlens_q, batch.kv_lens_device, sequences)
-    triton_mla.finish(lengths, out, lse, parts, part_lse, plan, grid)
+    triton_mla_parts.finish(lengths, out, lse, parts, part_lse, plan, grid)
     return out, lse
 
 

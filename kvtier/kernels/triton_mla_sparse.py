@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvtier.config import parse_bytes
 from kvtier.kernels.records import Record
-from kvtier.kernels.triton_mla import LATENT, LN2, LOG2E, ROPE, attend
+from kvtier.kernels.triton_mla import LN2, LOG2E, ROPE, attend
+from kvtier.kernels.triton_mla_parts import LATENT
 from kvtier.kernels.triton_write import adjacent, pool_of
 
 __all__ = ["PARTS", "join", "mla_sparse"]
