@@ -127,7 +127,7 @@ class Soak:
         """A process of its own uses the same disk and is killed: what it leaves is opened next."""
         command = [sys.executable, str(Path(__file__).resolve()), "--child", layout]
         command += ["--dir", str(where), "--seed", str(self.options.seed + number)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
         if done.returncode != -signal.SIGKILL:
             self.failures.append(f"the process to be killed ended with {done.returncode}")
             self.log = (done.stdout + done.stderr).splitlines()

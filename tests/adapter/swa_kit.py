@@ -134,7 +134,7 @@ def resume(
     """A lease that takes just ``start`` tokens from the cache; the rest is as if computed anew.
     ``want``: logits of all tokens."""
     lease = cache.lease(tokens, max_reuse=start)
-    assert lease.ready.result(timeout=30) == start
+    assert lease.ready.result(timeout=300) == start
     poison_free(cache)
     got = run(cache, adapter, lease, tokens, cut(len(tokens), chunk, start))
     near(got, want[start:], atol)
@@ -160,12 +160,12 @@ def every_boundary_of_every_tier(
             chunk = (1, 7, PAGE)[i % 3]
             with resume(cache, adapter, tokens, start, chunk, want, atol) as lease:
                 assert lease.restored[tier] == start
-            cache.flush().result(timeout=30)
+            cache.flush().result(timeout=300)
         cache.check()
 
     with opened() as cache, attach(model, cache) as adapter:
         resume(cache, adapter, tokens, 0, 13, want, atol).release()
-        cache.flush().result(timeout=30)
+        cache.flush().result(timeout=300)
         check(cache, adapter, Tier.GPU)
         check(cache, adapter, Tier.CPU)
     with opened() as cache, attach(model, cache) as adapter:
@@ -200,11 +200,11 @@ def any_course(
         r = data.draw(st.integers(0, 2))
         what = data.draw(st.sampled_from(["pause", "fork", "go on"]))
         if what == "pause":
-            leases[r].pause().result(timeout=30)
-            leases[r].resume().result(timeout=30)
+            leases[r].pause().result(timeout=300)
+            leases[r].resume().result(timeout=300)
         elif what == "fork":
             other = leases[r].fork()
-            other.ready.result(timeout=30)
+            other.ready.result(timeout=300)
             leases[r].release()
             leases[r] = other
     for lease in leases:

@@ -457,7 +457,7 @@ class TestContext:
         adapters = [attach(models[0], caches[0])]
         adapters.append(adapters[0] if shared else attach(models[1], caches[1]))
         steps = [c.step((FakeSequence(), s)) for c, s in zip(caches, streams, strict=True)]
-        barrier = threading.Barrier(2, timeout=20)
+        barrier = threading.Barrier(2, timeout=300)
 
         def meet(*_: Any) -> None:
             barrier.wait()

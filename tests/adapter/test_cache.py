@@ -46,6 +46,33 @@ def feed(cache: Cache, adapter: Adapter, lease: Lease, tokens: list[int]) -> tor
         return adapter.forward(step, all_logits=True)
 
 
+def test_only_the_step_itself_is_taken() -> None:
+    """Its device arrays, or anything else, are refused by name, and the step goes on from there."""
+    model = tiny_model("v3")
+    tokens = random_tokens(9)
+    with (
+        open_cache(model) as cache,
+        attach(model, cache) as adapter,
+        cache.lease([]) as lease,
+        cache.step([(lease, tokens)]) as step,
+    ):
+        device: Any = step.to_device()
+        for call in (adapter, lambda given: adapter.forward(given, all_logits=True)):
+            with pytest.raises(
+                ConfigError, match=r"given step.to_device\(\); pass the step itself"
+            ):
+                call(device)
+            for other in (lease, torch.tensor(tokens), None):
+                with pytest.raises(ConfigError, match=r"takes a kvtier\.Step"):
+                    call(other)
+        graph = adapter.capture_decode(batch=1, pages=8)
+        with pytest.raises(ConfigError, match=r"pass the step itself"):
+            graph.replay(device)
+        torch.testing.assert_close(
+            adapter(step), full_logits(model, tokens)[-1:], atol=LOGITS, rtol=0
+        )
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_interleaved_requests_and_their_tables(variant: str) -> None:
     """AT-4.2, 4.4, 4.7, 4.13: chunks and decode of two requests, packed and apart; every slot of a

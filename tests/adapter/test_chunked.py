@@ -352,7 +352,7 @@ class TestWorkspace:
         def held(*_: Any) -> None:
             if threading.current_thread().name == "first" and not holding.is_set():
                 holding.set()
-                assert wanted.wait(30)
+                assert wanted.wait(300)
 
         linear = model.model.layers[0].self_attn.kv_b_proj
         with attach(model, cache, workspace_bytes=TWO_PAGES, max_absorbed=0) as adapter:
@@ -380,11 +380,11 @@ class TestWorkspace:
 
             first = threading.Thread(target=run, args=(0,), name="first")
             first.start()
-            assert holding.wait(30)
+            assert holding.wait(300)
             second = threading.Thread(target=run, args=(1,))
             second.start()
             for thread in (first, second):
-                thread.join(60)
+                thread.join(300)
             hook.remove()
         assert wanted.is_set()
         for logits, want in zip(got, expected, strict=True):
@@ -429,7 +429,7 @@ def test_context_from_another_tier(tier: Tier, tmp_path: Path) -> None:
 
         def suffix() -> tuple[torch.Tensor, dict[Tier, int]]:
             with cache.lease(prompt, max_reuse=context) as lease:
-                lease.ready.result(30)
+                lease.ready.result(300)
                 assert lease.num_tokens == context
                 with cache.step([(lease, prompt[context:])]) as step:
                     return adapter.forward(step, all_logits=True), {
@@ -437,13 +437,13 @@ def test_context_from_another_tier(tier: Tier, tmp_path: Path) -> None:
                     }
 
         with cache.lease(prompt) as lease:
-            lease.ready.result(30)
+            lease.ready.result(300)
             with cache.step([(lease, prompt[:context])]) as step:
                 adapter.forward(step)
-        cache.flush().result(30)
+        cache.flush().result(300)
         here, restored = suffix()
         assert restored == {Tier.GPU: context}
-        cache.flush().result(30)
+        cache.flush().result(300)
         for each in (Tier.GPU, Tier.CPU)[: 1 if tier is Tier.CPU else 2]:
             cache.evict(each, 1000)
         poison(cache)
@@ -483,26 +483,29 @@ def test_a_layer_waits_for_its_own_pages_only(late: LateDevice) -> None:
     ):
         try:
             with cache.lease(prompt) as lease:
-                lease.ready.result(30)
+                lease.ready.result(300)
                 with cache.step([(lease, prompt[:context])]) as step:
                     adapter.forward(step)
-            cache.flush().result(30)
+            cache.flush().result(300)
             cache.evict(Tier.GPU, 1000)
             poison(cache)
             while not ended.empty():
                 ended.get()
             with cache.lease(prompt, max_reuse=context) as lease:
-                lease.ready.result(30)  # with no page on the device yet
+                lease.ready.result(300)  # with no page on the device yet
                 assert lease.restored[Tier.CPU] == context
                 with cache.step([(lease, prompt[context:])]) as step:
                     logits = pool.submit(adapter.forward, step, all_logits=True)
                     for index in range(4):
                         late.let(1)
-                        assert ended.get(timeout=30) == index
+                        assert ended.get(timeout=300) == index
                         time.sleep(0.05)  # a layer that did not wait would be over by then
                         assert index == 3 or (ended.empty() and not logits.done())
                     torch.testing.assert_close(
-                        logits.result(30), full_logits(model, prompt)[context:], atol=LOGITS, rtol=0
+                        logits.result(300),
+                        full_logits(model, prompt)[context:],
+                        atol=LOGITS,
+                        rtol=0,
                     )
         finally:
             late.let_all()
@@ -511,7 +514,7 @@ def test_a_layer_waits_for_its_own_pages_only(late: LateDevice) -> None:
 def poison(cache: Cache) -> None:
     """Fill every row of the device pool with NaN, while nothing lies there."""
     with cache.lease([1]) as lease:
-        lease.ready.result(30)
+        lease.ready.result(300)
         with cache.step([(lease, [1])]) as step:
             device = step.to_device()
             for layer in cache.layout.components[0].layers:

@@ -175,7 +175,6 @@ def test_a_process_that_is_killed(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("arch", ["v2", "v32", "v4"])
 def test_the_whole_demo(arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--arch", arch, "--dir", str(tmp_path)]) == 0

@@ -77,7 +77,6 @@ def run(layout: str, draft: str, pattern: str, new: int) -> Forced:
     return forced
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("layout", "draft"), PAIRS)
 def test_speculative_text_is_greedy_text(layout: str, draft: str, pattern: str) -> None:
@@ -96,7 +95,6 @@ def test_speculative_text_of_a_thousand_tokens(layout: str, draft: str, pattern:
     run(layout, draft, pattern, 1000)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("layout", "draft"), [p for p in PAIRS if p[1] != "ngram"])
 def test_speculative_guesses_are_those_of_the_whole_text(layout: str, draft: str) -> None:
     """Rows in pages and in scratch give what the draft computes from the text at once."""
@@ -132,7 +130,6 @@ def draft_bytes(cache: Any, lease: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("layout", "draft"), [p for p in PAIRS if p[1] != "ngram"])
 def test_speculative_rows_of_drafts_roll_back_with_the_text(layout: str, draft: str) -> None:
     """AT-6.1, AT-6.9: after rounds with every acceptance the draft's rows are those of a lease that
@@ -171,7 +168,6 @@ def serve(cache: Any, adapter: Any, prompt: list[int], new: int) -> tuple[Any, l
     return speculate(adapter, cache, prompt, new, proposer=heard, chunk=64), heard.said
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("tier", [Tier.GPU, Tier.CPU, Tier.DISK])
 @pytest.mark.parametrize(
     ("layout", "draft"), [("v3", "mtp"), ("mla_swa", "mtp"), ("v4", "mtp"), ("v4", "dspark")]
@@ -202,7 +198,6 @@ def test_speculative_state_comes_back_with_a_hit(
         assert all(guesses for _, guesses in again)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("layout", "draft"), [("v3", "mtp"), ("v4", "mtp"), ("v4", "dspark")])
 def test_speculative_state_that_is_lost_costs_no_hit(layout: str, draft: str) -> None:
     """AT-6.9, ★40: pages of steps without the draft are hit like any others; guesses wait until

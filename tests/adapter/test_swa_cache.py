@@ -72,7 +72,7 @@ def test_without_a_checkpoint_there_is_no_hit() -> None:
         attach(model, cache) as adapter,
     ):
         resume(cache, adapter, tokens, 0, LENGTH, wanted(6, tuple(tokens))).release()
-        cache.flush().result(timeout=30)
+        cache.flush().result(timeout=300)
         found = cache.match(tokens)
         assert (found.tokens, found.history_tokens) == (40, 40)
         shorter = cache.match([*tokens[:33], 1, 2])
@@ -180,14 +180,14 @@ def test_tiny_pools(tmp_path: Path) -> None:
         for _ in range(3):
             for i, prompt in enumerate(prompts):
                 with cache.lease(prompt) as lease:
-                    done = lease.ready.result(timeout=30)
+                    done = lease.ready.result(timeout=300)
                     poison_free(cache)
                     got = run(cache, adapter, lease, prompt, cut(len(prompt), 11, done))
                     near(got, expected(model, prompt)[done:])
                     for tier, n in lease.restored.items():
                         seen[tier] += n
                 prompts[i] = [*prompt, *random_tokens(5, i)]
-                cache.flush().result(timeout=30)
+                cache.flush().result(timeout=300)
                 cache.check()
     assert seen[Tier.CPU] > 0 and seen[Tier.DISK] > 0, seen
 
@@ -198,11 +198,11 @@ def test_forks_and_pauses() -> None:
     with open_cache(model, cpu=60) as cache, attach(model, cache) as adapter:
         one = cache.lease([])
         feed(cache, adapter, (one, trunk))
-        one.pause().result(timeout=30)
+        one.pause().result(timeout=300)
         poison_free(cache)
-        assert one.resume().result(timeout=30) == 21
+        assert one.resume().result(timeout=300) == 21
         with one, one.fork() as two:
-            two.ready.result(timeout=30)
+            two.ready.result(timeout=300)
             got = feed(cache, adapter, (one, tails[0]), (two, tails[1]))
             for logits, tail in zip(got, tails, strict=True):
                 near(logits, expected(model, trunk + tail)[21:])
@@ -340,11 +340,11 @@ def test_bytes_of_both_kinds_are_those_of_their_tokens(tmp_path: Path) -> None:
                     model.feed(lease, [i], rejected=i % 4)
                     model.poison()
                     model.check(lease)
-            cache.flush().result(timeout=30)
+            cache.flush().result(timeout=300)
             for tiers in ((), (Tier.GPU,), (Tier.GPU, Tier.CPU)):
                 model.evict(*tiers)
                 with cache.lease(tokens) as lease:
-                    assert lease.ready.result(timeout=30) == 56
+                    assert lease.ready.result(timeout=300) == 56
                     assert model.check(lease) == 2 * 56 + min(window - 1, 56)
-                cache.flush().result(timeout=30)
+                cache.flush().result(timeout=300)
             cache.check()

@@ -330,7 +330,7 @@ def test_hand_made_steps_are_checked_in_both_components() -> None:
 def test_threads_in_the_middle_of_their_steps() -> None:
     """Two leases of one adapter, and a second model, all at once: meet before every layer."""
     models = [v32_model(index_topk=8), v32_model(index_topk=3, seed=1)]
-    barrier = threading.Barrier(3, timeout=60)
+    barrier = threading.Barrier(3, timeout=300)
     caches = [open_cache(model) for model in models]
     adapters = [attach(model, cache) for model, cache in zip(models, caches, strict=True)]
     streams = [random_tokens(40, seed) for seed in range(3)]

@@ -55,14 +55,14 @@ def test_tiny_pools(tmp_path: Path) -> None:
         for _ in range(3):
             for i, prompt in enumerate(prompts):
                 with cache.lease(prompt) as lease:
-                    done = lease.ready.result(timeout=30)
+                    done = lease.ready.result(timeout=300)
                     poison_free(cache)
                     got = run(cache, adapter, lease, prompt, cut(len(prompt), 11, done))
                     near(got, full_logits(model, prompt)[done:], LOGITS)
                     for tier, n in lease.restored.items():
                         seen[tier] += n
                 prompts[i] = [*prompt, *random_tokens(5, i)]
-                cache.flush().result(timeout=30)
+                cache.flush().result(timeout=300)
                 cache.check()
     assert seen[Tier.CPU] > 0 and seen[Tier.DISK] > 0, seen
 
@@ -73,11 +73,11 @@ def test_forks_and_pauses() -> None:
     with open_cache(model, cpu=60) as cache, attach(model, cache) as adapter:
         one = cache.lease([])
         feed(cache, adapter, (one, trunk))
-        one.pause().result(timeout=30)
+        one.pause().result(timeout=300)
         poison_free(cache)
-        assert one.resume().result(timeout=30) == 21
+        assert one.resume().result(timeout=300) == 21
         with one, one.fork() as two:
-            two.ready.result(timeout=30)
+            two.ready.result(timeout=300)
             got = feed(cache, adapter, (one, tails[0]), (two, tails[1]))
             for logits, tail in zip(got, tails, strict=True):
                 near(logits, wanted(tuple(trunk + tail))[21:], LOGITS)
@@ -225,10 +225,10 @@ class TestPacked:
         with open_cache(model, tmp_path, **options) as cache, attach(model, cache) as adapter:
             with cache.lease([]) as lease:
                 want = run(cache, adapter, lease, tokens, [24, 16])
-            cache.flush().result(timeout=30)
+            cache.flush().result(timeout=300)
         with open_cache(model, tmp_path, **options) as cache, attach(model, cache) as adapter:
             with cache.lease(tokens, max_reuse=24) as lease:
-                assert lease.ready.result(timeout=30) == 24
+                assert lease.ready.result(timeout=300) == 24
                 assert lease.restored[Tier.DISK] == 24
                 poison_free(cache)
                 assert torch.equal(run(cache, adapter, lease, tokens, [16]), want[24:])
@@ -248,13 +248,13 @@ def test_bytes_of_both_components_are_those_of_their_tokens(tmp_path: Path) -> N
                 model.feed(lease, [i], rejected=i % 4)
                 model.poison()
                 model.check(lease)
-        cache.flush().result(timeout=30)
+        cache.flush().result(timeout=300)
         for tiers in ((), (Tier.GPU,), (Tier.GPU, Tier.CPU)):
             model.evict(*tiers)
             with cache.lease(tokens) as lease:
-                assert lease.ready.result(timeout=30) == 56
+                assert lease.ready.result(timeout=300) == 56
                 assert model.check(lease) == 2 * 2 * 56
-            cache.flush().result(timeout=30)
+            cache.flush().result(timeout=300)
         cache.check()
 
 

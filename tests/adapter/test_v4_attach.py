@@ -383,7 +383,7 @@ def test_threads_in_the_middle_of_their_steps() -> None:
     """Two leases of one adapter, and a second model, all at once: meet before every layer."""
     one, two = model_of(), small()
     models, which = (one, one, two), (0, 1, 2)
-    barrier = threading.Barrier(3, timeout=60)
+    barrier = threading.Barrier(3, timeout=300)
     caches = [open_cache(one), open_cache(two)]
     adapters = [attach(one, caches[0]), attach(two, caches[1])]
     got: list[Any] = [None] * 3

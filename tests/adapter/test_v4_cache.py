@@ -47,7 +47,7 @@ def resume(
     """A lease that takes at most ``start`` tokens from the cache and computes up to each of
     ``cuts``: what it took must be all it could; the logits of each chunk by its end."""
     lease = cache.lease(tokens, max_reuse=start)
-    assert lease.ready.result(timeout=30) == start
+    assert lease.ready.result(timeout=300) == start
     poison_free(cache)
     logits = {}
     for stop in cuts:
@@ -87,12 +87,12 @@ def test_resume_from_every_boundary_of_every_tier(layout: dict[str, Any], tmp_pa
                 for stop, got in logits.items():
                     assert torch.equal(got, wanted[stop]), (start, stop)
                 assert held(cache, lease) == bytes_wanted
-            cache.flush().result(timeout=30)
+            cache.flush().result(timeout=300)
 
     options: dict[str, Any] = {"layout": layout, "cpu": 30}
     with open_cache(model, tmp_path, **options) as cache, attach(model, cache) as adapter:
         resume(cache, adapter, tokens, 0, CUTS)[0].release()
-        cache.flush().result(timeout=30)
+        cache.flush().result(timeout=300)
         check(Tier.GPU)
         check(Tier.CPU)
         cache.check()
@@ -107,7 +107,7 @@ def test_a_model_whose_checkpoints_hold_windows_only() -> None:
     with open_cache(model, cpu=400) as cache, attach(model, cache) as adapter:
         with cache.lease(tokens) as lease:
             wanted = run(cache, adapter, lease, tokens, [512, 128])
-        cache.flush(to=Tier.CPU).result(timeout=30)
+        cache.flush(to=Tier.CPU).result(timeout=300)
         for tier in (Tier.GPU, Tier.CPU):
             lease, logits = resume(cache, adapter, tokens, 512, [640])
             with lease:
@@ -123,7 +123,7 @@ def test_pages_as_short_as_a_window(tail: str) -> None:
     layout = FP32 | {"page_tokens": 128, "tail": tail}
     with open_cache(model, layout=layout, cpu=100) as cache, attach(model, cache) as adapter:
         resume(cache, adapter, tokens, 0, [200, 300])[0].release()
-        cache.flush(to=Tier.CPU).result(timeout=30)
+        cache.flush(to=Tier.CPU).result(timeout=300)
         for tier in (Tier.GPU, Tier.CPU):
             for start in (128, 256):
                 lease, logits = resume(cache, adapter, tokens, start, [270, 300])
@@ -149,7 +149,7 @@ def test_every_boundary_of_a_longer_prompt(chunk: int, tmp_path: Path) -> None:
                 tokens,
                 [min(chunk, 1111 - at) for at in range(0, 1111, chunk)],
             )
-        cache.flush().result(timeout=60)
+        cache.flush().result(timeout=300)
         for tiers in ((), (Tier.GPU,), (Tier.GPU, Tier.CPU)):
             for start in (256, 512, 768, 1024):
                 for tier in tiers:
@@ -167,7 +167,7 @@ def test_boundaries_within_a_chunk() -> None:
     with open_cache(model, cpu=40) as cache, attach(model, cache) as adapter:
         with cache.lease(tokens) as lease:
             wanted = run(cache, adapter, lease, tokens, [70, 530])
-        cache.flush(to=Tier.CPU).result(timeout=30)
+        cache.flush(to=Tier.CPU).result(timeout=300)
         for start, tier in ((256, Tier.GPU), (512, Tier.GPU), (512, Tier.CPU), (256, Tier.CPU)):
             if tier is Tier.CPU:
                 cache.evict(Tier.GPU, 100)
@@ -270,7 +270,7 @@ def test_a_request_that_ends_within_a_group_and_the_next_one_in_its_place() -> N
         for which, length in ((0, 259), (1, 263), (0, 519), (1, 393), (0, 640)):
             tokens = stream(which)[:length]
             with cache.lease(tokens) as lease:
-                start = lease.ready.result(timeout=30)
+                start = lease.ready.result(timeout=300)
                 near(
                     run(cache, adapter, lease, tokens, [length - start]),
                     expected(which)[start:length],
@@ -298,7 +298,7 @@ def test_forks_equal_runs_of_their_own(at: int) -> None:
             feed(cache, adapter, (lease, trunk))
             leases = [lease, lease.fork(), lease.fork()]
             for each in leases:
-                each.ready.result(timeout=30)
+                each.ready.result(timeout=300)
             poison_free(cache)
             got: list[list[Tensor]] = [[], [], []]
             for i, count in enumerate(cuts):
@@ -345,7 +345,7 @@ def test_n_best_packed() -> None:
     with open_cache(model) as cache, attach(model, cache) as adapter, cache.lease([]) as one:
         feed(cache, adapter, (one, trunk))
         with one.fork() as two:
-            two.ready.result(timeout=30)
+            two.ready.result(timeout=300)
             got = [
                 feed(cache, adapter, (one, branches[0][i : i + 2]), (two, branches[1][i : i + 2]))
                 for i in (0, 2, 4)
@@ -361,7 +361,7 @@ def test_truncation_lands_on_a_checkpoint() -> None:
             run(cache, adapter, lease, tokens[:600], [600])
             for wanted, stands in ((550, 512), (511, 256), (255, 0)):
                 assert lease.truncate(wanted) == stands
-                assert lease.ready.result(timeout=30) == stands
+                assert lease.ready.result(timeout=300) == stands
                 poison_free(cache)
                 logits = feed(cache, adapter, (lease, tokens[stands : stands + 130]))[0]
                 near(logits, expected()[stands : stands + 130])
@@ -377,12 +377,12 @@ def test_a_paused_request_goes_on_as_if_nothing_had_been(at: int) -> None:
             with cache.lease([]) as lease:
                 feed(cache, adapter, (lease, tokens[:at]))
                 if paused:
-                    lease.pause().result(timeout=30)
+                    lease.pause().result(timeout=300)
                     poison_free(cache)
                     with cache.lease([]) as other:
                         feed(cache, adapter, (other, stream(1)[:300]))
                     poison_free(cache)
-                    assert lease.resume().result(timeout=30) == at
+                    assert lease.resume().result(timeout=300) == at
                 results.append((run(cache, adapter, lease, tokens, [1, 3, 2]), held(cache, lease)))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
@@ -477,7 +477,7 @@ def test_prompt_logprobs_reuse_up_to_the_first_wanted_position(first_wanted: int
         with cache.lease(tokens) as lease:
             run(cache, adapter, lease, tokens, [640])
         with cache.lease(tokens, max_reuse=first_wanted - 1) as lease:
-            start = lease.ready.result(timeout=30)
+            start = lease.ready.result(timeout=300)
             assert start == (first_wanted - 1) // PAGE * PAGE
             logits = run(cache, adapter, lease, tokens, [640 - start])
     got = torch.log_softmax(logits, -1)[first_wanted - 1 - start : -1]
@@ -493,7 +493,7 @@ def test_a_chunk_that_has_overwritten_what_it_reads_is_not_run_again() -> None:
         attach(model, cache) as adapter,
     ):
         with cache.lease([]) as lease:
-            lease.ready.result(timeout=30)
+            lease.ready.result(timeout=300)
             for count in (130, 1, 4):  # as many as may be rejected may be fed again
                 at = lease.num_tokens
                 with cache.step([(lease, tokens[at : at + count])]) as step:
@@ -515,5 +515,5 @@ def test_a_chunk_that_has_overwritten_what_it_reads_is_not_run_again() -> None:
                     adapter.forward(step)
                 hook.remove()
                 adapter.forward(step)
-            assert lease.ready.result(timeout=30) == lease.num_tokens == 0
+            assert lease.ready.result(timeout=300) == lease.num_tokens == 0
             near(run(cache, adapter, lease, tokens[:240], [240]), expected()[:240])

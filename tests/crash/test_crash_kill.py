@@ -65,7 +65,7 @@ class Nursery:
         return int(self.answer())
 
     def close(self) -> None:
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=300)
 
 
 def kill_once(nursery: Nursery, root: Path, seed: int, rng: random.Random) -> tuple[int, int]:
@@ -75,7 +75,7 @@ def kill_once(nursery: Nursery, root: Path, seed: int, rng: random.Random) -> tu
     reader = os.open(marks, os.O_RDONLY | os.O_NONBLOCK)
     pid = nursery.start(str(root), str(marks), str(seed), str(STEPS))
     said = b""
-    give_up = time.monotonic() + 60.0
+    give_up = time.monotonic() + 300.0
     while b"opened" not in said and time.monotonic() < give_up:
         said += _some(reader, 0.01)
     until = time.monotonic() + rng.random() ** 2 * 0.5

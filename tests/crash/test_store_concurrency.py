@@ -155,7 +155,7 @@ def test_reader_processes_while_a_writer_writes(tmp_path: Path) -> None:
             assert int(known) == len(keys_in(store))
             reader.stdin.write("stop\n")
             reader.stdin.flush()
-            assert reader.wait(60) == 0
+            assert reader.wait(300) == 0
         store.check()
         assert store.counters().quarantined == 0
     finally:
@@ -206,7 +206,7 @@ print("fine")
 def test_fork(tmp_path: Path) -> None:
     """AT-33: in the child every call is refused; the parent does not notice."""
     child = in_child(_FORK, str(tmp_path))
-    said, _ = child.communicate(timeout=60)
+    said, _ = child.communicate(timeout=300)
     assert (child.returncode, said) == (0, "fine\n")
 
 
@@ -246,7 +246,7 @@ def test_processes_that_open_at_the_same_moment(tmp_path: Path) -> None:
             assert fetch(reader, chain(1, 4)) == [True] * 4
     finally:
         for child in children:
-            child.communicate("bye\n", timeout=60)
+            child.communicate("bye\n", timeout=300)
     with open_store(tmp_path / "new") as store:
         assert fetch(store, chain(1, 4)) == [True] * 4
 

@@ -136,7 +136,7 @@ class DeviceModel:
 
     def prefill(self, lease: kvtier.Lease, tokens: Sequence[int], chunk: int = 300) -> None:
         """The rest of a prompt, chunk by chunk."""
-        lease.ready.result(timeout=60)
+        lease.ready.result(timeout=300)
         while (done := lease.num_tokens) < len(tokens):
             self.feed(lease, tokens[done : min(done + chunk, len(tokens))])
 

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -60,7 +60,7 @@ def test_turns_alternate_and_keep_the_order_of_each_queue() -> None:
     time.sleep(0.05)
     turns.wake()
     turns.stop()
-    turns.threads[0].join(60)
+    turns.threads[0].join(300)
     assert not turns.threads[0].is_alive()
     assert sorted(log) == list("aabbcc")
     assert "".join(log).replace("c", "") == "aabb"
@@ -73,13 +73,13 @@ def test_a_queue_whose_head_is_not_ready_holds_up_no_other() -> None:
     free.open.set()
     turns.submit(0, stuck)
     turns.submit(1, free)
-    assert free.over.wait(60)
+    assert free.over.wait(300)
     turns.stop()  # not before what is queued has run
     turns.threads[0].join(0.1)
     assert turns.threads[0].is_alive()
     stuck.open.set()
     turns.wake()
-    turns.threads[0].join(60)
+    turns.threads[0].join(300)
     assert log == ["free", "stuck"]
 
 
@@ -88,10 +88,10 @@ def test_a_deadline_runs_what_is_not_ready() -> None:
     turns = Turns("test", 1)
     late = Piecewise("late", log, deadline=time.monotonic() + 0.05)
     turns.submit(0, late)
-    assert late.over.wait(60)
+    assert late.over.wait(300)
     assert time.monotonic() >= late.deadline  # type: ignore[operator]
     turns.stop()
-    turns.threads[0].join(60)
+    turns.threads[0].join(300)
 
 
 def test_a_task_that_raises_is_over(caplog: pytest.LogCaptureFixture) -> None:
@@ -106,9 +106,9 @@ def test_a_task_that_raises_is_over(caplog: pytest.LogCaptureFixture) -> None:
     after.open.set()
     turns.submit(0, broken)
     turns.submit(0, after)
-    assert after.over.wait(60)
+    assert after.over.wait(300)
     turns.stop()
-    turns.threads[0].join(60)
+    turns.threads[0].join(300)
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -282,7 +282,7 @@ class Counted:
             self.calls += 1
             if self.calls == 1:
                 self.inside.set()
-                assert self.go.wait(60)
+                assert self.go.wait(300)
             return real(*args)
 
         monkeypatch.setattr(owner, name, call)
@@ -295,7 +295,7 @@ def test_small_packs_that_wait_go_together(bad: bool, monkeypatch: pytest.Monkey
     with plane(io_threads=1) as p:
         gathers = Counted(monkeypatch, records.Packer, "gather")
         ends = [p.start(OpKind.PACK, down(0, 0))]
-        assert gathers.inside.wait(60)
+        assert gathers.inside.wait(300)
         ends += [p.start(OpKind.PACK, down(i, i)) for i in range(1, 6)]
         wrong = [p.start(OpKind.PACK, down(-1, 9))] if bad else []
         ends += [p.start(OpKind.PACK, down(i, i)) for i in (6, 7)]
@@ -318,7 +318,7 @@ def test_small_loads_that_wait_go_together(bad: bool, monkeypatch: pytest.Monkey
         p.poison_all()
         loads = Counted(monkeypatch, records.Loader, "load")
         ends = [p.start(OpKind.RESTORE, up(0, 11))]
-        assert loads.inside.wait(60)
+        assert loads.inside.wait(300)
         ends += [p.start(OpKind.RESTORE, up(i, 11 - i)) for i in range(1, 6)]
         wrong = [p.start(OpKind.RESTORE, up(6, 12))] if bad else []
         ends += [p.start(OpKind.RESTORE, up(i, 11 - i)) for i in (6, 7)]

@@ -129,7 +129,7 @@ def tokens_of(model: DeviceModel, pages: float, seed: int = 0) -> list[int]:
 
 def retry(call: Callable[[], Any]) -> Any:
     """Again until operations under way have given back what they hold."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         try:
             return call()
@@ -151,7 +151,7 @@ def restored(model: DeviceModel, tokens: list[int], tier: Tier) -> None:
     """A lease on these tokens is read back from that tier, whole and right."""
     page = model.layout.page_tokens
     with model.cache.lease(tokens) as lease:
-        assert lease.ready.result(timeout=60) == (len(tokens) - 1) // page * page
+        assert lease.ready.result(timeout=300) == (len(tokens) - 1) // page * page
         assert lease.restored[tier] == lease.num_tokens, dict(lease.restored)
         model.check(lease)
         model.feed(lease, tokens[lease.num_tokens :])
@@ -173,7 +173,7 @@ def test_sources_are_overwritten_as_packed_fires(
         late(model, lanes, SHORT_S)
         tokens = tokens_of(model, 6.5)
         compute(model, tokens).release()
-        model.cache.flush(to=CPU).result(timeout=60)
+        model.cache.flush(to=CPU).result(timeout=300)
         assert count[0] == (12 if model.layout.has_tails else 6)
         model.evict(GPU)
         restored(model, tokens, CPU)
@@ -188,10 +188,10 @@ def test_sources_of_a_pause_are_overwritten_as_packed_fires(layout: str, device:
         lease = compute(model, tokens, write=False)
         count = overwrite_when_packed(model)
         late(model, (Lane.DRAIN,), SHORT_S)
-        lease.pause().result(timeout=60)
+        lease.pause().result(timeout=300)
         assert count[0] == (7 if model.layout.has_tails else 6)
         model.poison()
-        assert lease.resume().result(timeout=60) == len(tokens)
+        assert lease.resume().result(timeout=300) == len(tokens)
         model.check(lease)
         lease.release()
 
@@ -221,7 +221,7 @@ def test_packed_too_early_shows(
         late(model, (Lane.PACK,))
         tokens = tokens_of(model, 4.5)
         compute(model, tokens).release()
-        model.cache.flush(to=CPU).result(timeout=60)
+        model.cache.flush(to=CPU).result(timeout=300)
         model.evict(GPU)
         with pytest.raises(AssertionError, match="rows"):
             restored(model, tokens, CPU)
@@ -245,7 +245,7 @@ def test_pages_are_reused_while_copies_are_on_their_way(
         def request(seed: int) -> None:
             tokens = tokens_of(model, 3.2, seed)
             lease = retry(lambda: model.cache.lease(tokens))
-            lease.ready.result(timeout=60)
+            lease.ready.result(timeout=300)
             for tier, n in lease.restored.items():
                 tiers[tier] += n
             model.check(lease)
@@ -266,7 +266,7 @@ def test_pages_are_reused_while_copies_are_on_their_way(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(100)
+            thread.join(300)
             assert not thread.is_alive(), "stuck"
         assert not problems, problems
         assert tiers[CPU] + tiers[DISK] > 0, tiers
@@ -314,15 +314,15 @@ def journey(model: DeviceModel, *, before: float = 0.0, after: float = 0.0) -> N
                 feed(lease, each[start : start + page + 3])
             with lease.fork() as kid:
                 feed(kid, [7, 8, 9])
-                kid.ready.result(timeout=60)
-                lease.pause().result(timeout=60)
+                kid.ready.result(timeout=300)
+                lease.pause().result(timeout=300)
                 model.poison()
                 feed(kid, [10])
-                assert lease.resume().result(timeout=60) == len(each)
+                assert lease.resume().result(timeout=300) == len(each)
                 feed(lease, [11])
                 model.check(lease)
                 model.check(kid)
-    model.cache.flush(to=DISK).result(timeout=60)
+    model.cache.flush(to=DISK).result(timeout=300)
     for empty, tier in (((GPU,), CPU), ((GPU, CPU), DISK)):
         model.evict(*empty)
         for each in (tokens, other):
@@ -349,7 +349,7 @@ def test_streams_are_late_in_every_combination(layout: str, device: str, tmp_pat
                 journey(model, before=before, after=after)
             except AssertionError as error:
                 raise AssertionError(f"late: {lanes}, {before=} {after=}: {error}") from error
-            model.cache.clear().result(timeout=60)
+            model.cache.clear().result(timeout=300)
 
 
 class Hasty(torch.cuda.Event):
@@ -464,13 +464,13 @@ def test_a_page_is_written_to_only_once_others_have_queued_their_copies(
         tokens = tokens_of(model, 2)
         lease = compute(model, tokens)
         other = compute(model, tokens_of(model, 1, seed=1), write=False)
-        model.cache.flush(to=CPU).result(timeout=60)
+        model.cache.flush(to=CPU).result(timeout=300)
         start, reached, gate = model.transfer.start, threading.Event(), threading.Event()
 
         def hooked(op: kvtier.Op, **callbacks: Any) -> None:
             if op.kind is OpKind.COPY:
                 reached.set()
-                assert gate.wait(60)
+                assert gate.wait(300)
             start(op, **callbacks)
 
         model.transfer.start = hooked
@@ -488,12 +488,12 @@ def test_a_page_is_written_to_only_once_others_have_queued_their_copies(
         shared = int(lease.block_table()[1])
         threads = [threading.Thread(target=task) for task in (truncate, step)]
         threads[0].start()
-        assert reached.wait(60)
+        assert reached.wait(300)
         threads[1].start()
         early = entered.wait(0.2)
         gate.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
         assert shared in other.block_table(), "the scene is another one"
         model.check(lease)
         model.check(other)
@@ -620,7 +620,7 @@ def test_a_lease_goes_while_it_is_loaded(layout: str, device: str, lane: Lane) -
         tokens, other = tokens_of(model, 6.5), tokens_of(model, 6.5, seed=1)
         for turn in range(3):
             compute(model, tokens).release()
-            model.cache.flush(to=CPU).result(timeout=60)
+            model.cache.flush(to=CPU).result(timeout=300)
             model.evict(GPU)
             late(model, (lane,))
             lease = model.cache.lease(tokens)
@@ -652,7 +652,7 @@ def test_a_lease_goes_while_it_is_packed(layout: str, device: str, lane: Lane) -
         model.poison()
         model.check(other)
         other.release()
-        model.cache.flush(to=CPU).result(timeout=60)
+        model.cache.flush(to=CPU).result(timeout=300)
         model.evict(GPU)
         restored(model, tokens, CPU)
 
@@ -664,25 +664,25 @@ def test_a_clear_while_loads_and_packs_are_on_their_way(layout: str, device: str
     with served(layout, device, gpu=16) as model:
         tokens, other = tokens_of(model, 4.5), tokens_of(model, 4.5, seed=1)
         compute(model, tokens).release()
-        model.cache.flush(to=CPU).result(timeout=60)
+        model.cache.flush(to=CPU).result(timeout=300)
         model.evict(GPU)
         late(model, (Lane.LOAD, Lane.DRAIN), 0.01)
         lease = model.cache.lease(tokens)
         written = compute(model, other)
         cleared = model.cache.clear()
         assert model.cache.match(tokens).tokens == model.cache.match(other).tokens == 0
-        lease.ready.result(timeout=60)
+        lease.ready.result(timeout=300)
         model.check(lease)
         model.check(written)
         lease.release()
         written.release()
-        cleared.result(timeout=60)
-        model.cache.flush(to=CPU).result(timeout=60)
+        cleared.result(timeout=300)
+        model.cache.flush(to=CPU).result(timeout=300)
         assert model.cache.match(tokens).history_tokens == 0
         assert model.cache.match(other).history_tokens == 0
         model.poison()
         compute(model, tokens).release()
-        model.cache.flush(to=CPU).result(timeout=60)
+        model.cache.flush(to=CPU).result(timeout=300)
         model.evict(GPU)
         restored(model, tokens, CPU)
 
@@ -698,13 +698,13 @@ def test_a_fork_of_a_lease_that_is_packed_and_goes(layout: str, device: str, lan
         kid = lease.fork()
         lease.release()
         model.poison()
-        kid.ready.result(timeout=60)
+        kid.ready.result(timeout=300)
         model.check(kid)
         model.prefill(kid, [*tokens, *prompt(3 * model.layout.page_tokens, seed=9)])
         paused = kid.pause()
-        paused.result(timeout=60)
+        paused.result(timeout=300)
         model.poison()
-        kid.resume().result(timeout=60)
+        kid.resume().result(timeout=300)
         model.check(kid)
         kid.release()
 

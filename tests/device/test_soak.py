@@ -114,7 +114,7 @@ def test_one_wrong_byte_of_one_tier_is_told(
 
     monkeypatch.setattr(Loader, "load", wrong)
     traffic = Traffic("mla", "cpu", tmp_path, seed=2, threads=2, early=False)
-    traffic.run(60.0)  # ends with the first
+    traffic.run(300.0)  # ends with the first
     traffic.close()
     assert "latent, layer 1: rows" in traffic.failures[0]
     assert any("lease" in line for line in traffic.log)

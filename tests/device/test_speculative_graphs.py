@@ -175,7 +175,6 @@ def text(model: Any, kind: str, new: int) -> None:
         assert sum(r.accepted for r in requests) > 0
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(GPU, reason="there is a GPU")
 @pytest.mark.parametrize("kind", ["v3", pytest.param("v4", marks=pytest.mark.slow)])
 def test_nothing_is_asked_in_a_verify_step_speculative(

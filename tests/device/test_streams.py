@@ -118,7 +118,7 @@ def test_workers_make_their_device_current_once(monkeypatch: pytest.MonkeyPatch)
         workers.submit(ran.append)
     workers.stop()
     for thread in workers.threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()
     assert len(ran) == 8
     assert asked == [device, device]

@@ -33,7 +33,7 @@ from tests.device.byte_model import LAYOUTS, SMALL_V4, V32, DeviceModel, sized
 
 __all__ = ["Traffic"]
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 """Longer than anything may take; past it something hangs."""
 MODEL = b"bytes"
 IDENTITIES = (ANONYMOUS, Identity(tenant="a"), Identity(tenant="a", salt=b"b"))

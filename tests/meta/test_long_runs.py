@@ -38,7 +38,7 @@ def test_no_limit_is_no_limit(limit: str | None, tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (ran.returncode == 0) == (limit is not None), ran.stdout + ran.stderr
     assert limit is not None or "Timeout" in ran.stdout

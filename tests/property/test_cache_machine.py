@@ -158,7 +158,7 @@ class InOrder:
 
     def wait(self) -> None:
         """Until the threads have done all they were given."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while self.inner._open_ops:
             assert time.monotonic() < deadline, "an op does not end"
             time.sleep(0.0001)
@@ -286,7 +286,7 @@ class CacheMachine(RuleBasedStateMachine):
             max_leases=5,
             staging_bytes=max(staging, self.layout.tail_frames(9)) * frame,
             on_full="wait" if wait else "skip",
-            wait_s=60.0,
+            wait_s=300.0,
             eviction=eviction,
             checkpoints=kvtier.Dense() if dense else kvtier.Sparse(every_pages=2),
             io_threads=1,

@@ -70,7 +70,7 @@ def fill(cache: kvtier.Cache, tokens: Sequence[int], **options: Any) -> None:
         transfer = cache._pump.transfer
         if isinstance(transfer, ManualTransfer) and not lease.ready.done():
             transfer.finish_all()
-        done = lease.ready.result(timeout=60)
+        done = lease.ready.result(timeout=300)
         feed(cache, lease, tokens[done:])
 
 

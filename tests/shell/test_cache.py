@@ -143,7 +143,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     sizes = config(disk_bytes="8MiB", disk_path=tmp_path)
     with kvtier.Cache(LAYOUT, sizes, model="m", device="cpu") as first:
         fill(first, prompt(9))
-        first.flush().result(timeout=60)
+        first.flush().result(timeout=300)
         with pytest.raises(kvtier.StoreLocked, match="disk_mode"):
             kvtier.Cache(LAYOUT, sizes, model="m", device="cpu")
         fill(first, prompt(9, 1))
@@ -362,7 +362,7 @@ def test_a_forked_child_is_told_and_the_parent_unharmed(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         feed(cache, lease, prompt(9))
         lease.release()
-        cache.flush().result(timeout=60)
+        cache.flush().result(timeout=300)
         cache.check()
         assert cache.stats().tiers[Tier.DISK].resident == 2
 
@@ -376,15 +376,15 @@ def test_flush_follows_pages_down() -> None:
     to_cpu, to_disk = cache.flush(to=Tier.CPU), cache.flush()
     (pack,) = transfer.pending
     transfer.finish(pack)
-    assert to_cpu.result(timeout=60) is None
+    assert to_cpu.result(timeout=300) is None
     assert not to_disk.done()
     (stored,) = transfer.pending
     fill(cache, prompt(9, 1))  # committed later: not waited for
     transfer.finish(stored)
-    assert to_disk.result(timeout=60) is None
+    assert to_disk.result(timeout=300) is None
     assert len(transfer.pending) == 1
     transfer.finish_all()
-    assert cache.flush().result(timeout=60) is None
+    assert cache.flush().result(timeout=300) is None
     cache.close()
 
 
@@ -395,10 +395,10 @@ def test_flush_alone_carries_a_stores_failure() -> None:
     transfer.finish(transfer.pending[0])
     transfer.finish(transfer.pending[0], error=OSError(28, "No space left on device"))
     with pytest.raises(StoreError, match="No space left"):
-        flushed.result(timeout=60)
+        flushed.result(timeout=300)
     assert cache.match(prompt(9)).tokens == 8
     assert cache.stats().tiers[Tier.DISK].faults == 1
-    assert cache.flush().result(timeout=60) is None
+    assert cache.flush().result(timeout=300) is None
     cache.close()
 
 
@@ -410,10 +410,10 @@ def test_recency_is_handed_to_the_store() -> None:
     store.touch = lambda ticks: touched.extend(ticks)  # type: ignore[method-assign]
     fill(cache, prompt(9))
     transfer.finish_all()
-    cache.flush().result(timeout=60)
+    cache.flush().result(timeout=300)
     assert {key for key, _ in touched} == {page.key for page in cache.pages()}
     touched.clear()
-    cache.flush().result(timeout=60)
+    cache.flush().result(timeout=300)
     assert touched == []
     fill(cache, prompt(9))
     transfer.finish_all()
@@ -444,7 +444,7 @@ def test_flush_writes_on_no_callers_thread() -> None:
     fill(cache, prompt(9))
     transfer.finish_all()
     fill(cache, prompt(9))
-    assert cache.flush().result(timeout=60) is None
+    assert cache.flush().result(timeout=300) is None
     assert len(store.on) == 1
     assert store.on.pop() is not threading.current_thread()
     fill(cache, prompt(9))
@@ -463,7 +463,7 @@ def test_flush_resolves_whatever_the_store_raises(error: Exception) -> None:
     fill(cache, prompt(9))
     store.error = error
     with pytest.raises(StoreError, match="odd store"):
-        cache.flush().result(timeout=60)
+        cache.flush().result(timeout=300)
     fill(cache, prompt(9))
     cache.close()  # recency may be lost
 
@@ -480,11 +480,11 @@ def test_a_callback_of_flush_may_close_the_cache() -> None:
         cache.close()
         closed.set()
 
-    store.before = lambda: hooked.wait(60)
+    store.before = lambda: hooked.wait(300)
     hooked = threading.Event()
     cache.flush().add_done_callback(close)
     hooked.set()
-    assert closed.wait(60)
+    assert closed.wait(300)
     assert cache.closed
 
 
@@ -815,19 +815,19 @@ def test_what_the_disk_would_not_forget_is_not_served() -> None:
         def serve(value: float) -> list[float]:
             """Compute what is missing as ``value``; returns what was there."""
             with cache.lease(prompt(9)) as lease:
-                done = lease.ready.result(timeout=60)
+                done = lease.ready.result(timeout=300)
                 with cache.step([(lease, prompt(9)[done:])]) as step:
                     device = step.to_device()
                     rows = device.layer(0).rows("latent")
                     rows[device.slot_mapping["latent"]] = value
                 known = torch.from_numpy(lease.slot_mapping(0, done)["latent"]).long()
-                cache.flush().exception(timeout=60)
+                cache.flush().exception(timeout=300)
                 found: list[float] = rows[known][:, 0].tolist()
                 return found
 
         assert serve(1.0) == []
         store.fail_next(1)
-        assert isinstance(cache.clear().exception(timeout=60), StoreError)
+        assert isinstance(cache.clear().exception(timeout=300), StoreError)
         assert serve(2.0) == []
         cache.evict(Tier.GPU, 99)
         cache.evict(Tier.CPU, 99)

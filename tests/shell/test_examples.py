@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def test_it_runs_as_shown() -> None:
         capture_output=True,
         text=True,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("as computed without a cache") == 5
@@ -44,6 +45,26 @@ def test_it_runs_as_shown() -> None:
 
 def test_it_stays_short() -> None:
     assert len(SERVER.read_text().splitlines()) <= 120
+
+
+def test_the_same_loop_serves_a_model_of_hugging_face() -> None:
+    """Chunks beside decoding, shared prefixes, and the tokens of plain ``generate``."""
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, str(SERVER.with_name("deepseek_server.py"))],
+        capture_output=True,
+        text=True,
+        env={
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters/deepseek'}",
+            "OMP_NUM_THREADS": "1",
+        },
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("16 tokens, those of model.generate") == 4
+    assert re.search(r"^[1-9]\d* steps of up to 3 requests$", done.stdout, re.M)
+    assert re.search(r"^[1-9]\d* of them fed a chunk of a prompt beside", done.stdout, re.M)
+    assert "192 of 447 prompt tokens came from the cache" in done.stdout  # four pages, three times
 
 
 def test_the_guide_quotes_it() -> None:
@@ -103,7 +124,7 @@ def test_errors_reach_the_clients(server: ModuleType) -> None:
     class Breaking(server.ToyModel):  # type: ignore[name-defined, misc]
         broken = False
 
-        def __call__(self, step: kvtier.DeviceStep) -> list[int]:
+        def __call__(self, step: kvtier.Step) -> list[int]:
             if self.broken:
                 raise ZeroDivisionError
             tokens: list[int] = super().__call__(step)

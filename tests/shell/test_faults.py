@@ -333,7 +333,7 @@ def test_a_disk_that_hangs_costs_what_it_was_to_keep(monkeypatch: pytest.MonkeyP
     put_group = store.put_group
 
     def hang(records: Any) -> None:
-        assert goes_on.wait(60)
+        assert goes_on.wait(300)
         put_group(records)
 
     monkeypatch.setattr(store, "put_group", hang)
@@ -346,13 +346,13 @@ def test_a_disk_that_hangs_costs_what_it_was_to_keep(monkeypatch: pytest.MonkeyP
         try:
             for seed in range(8):  # four pages each
                 fill(cache, prompt(17, seed))
-                cache.flush(to=Tier.CPU).result(timeout=60)
+                cache.flush(to=Tier.CPU).result(timeout=300)
             assert cache.stats().storing > 0
             assert not store.keys()
             assert cache.match(prompt(18, 0)).cpu_tokens == 16
         finally:
             goes_on.set()
-        cache.flush().result(timeout=60)
+        cache.flush().result(timeout=300)
         assert len(store.keys()) == 8 * 4
         cache.check()
 
@@ -417,14 +417,14 @@ def test_close_over_threads_that_hang_in_the_store(
     stores = {Tier.DISK: store}
     cache = kvtier.Cache(LAYOUT, parts, model="m", transfer=transfer, stores=stores)
     fill(cache, prompt(9))
-    cache.flush().result(timeout=60)
+    cache.flush().result(timeout=300)
     for tier in (Tier.GPU, Tier.CPU):
         cache.evict(tier, 9)
     call = getattr(store, what)
 
     def hang(*args: Any) -> Any:
         began.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(300)
         return call(*args)
 
     monkeypatch.setattr(store, what, hang)
@@ -433,7 +433,7 @@ def test_close_over_threads_that_hang_in_the_store(
         ended: Future[Any] = cache.flush()
     else:
         ended = cache.prefetch(prompt(9))
-    assert began.wait(60)
+    assert began.wait(300)
     try:
         cache.close(drain=drain)
         assert ended.done()
@@ -443,7 +443,7 @@ def test_close_over_threads_that_hang_in_the_store(
     finally:
         goes_on.set()
     for thread in transfer._threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()
 
 
@@ -462,14 +462,14 @@ def test_saving_recency_and_closing_wait_for_no_disk_that_hangs(
     call = getattr(store, what)
 
     def hang(*args: Any) -> None:
-        assert goes_on.wait(60)
+        assert goes_on.wait(300)
         call(*args)
 
     monkeypatch.setattr(store, what, hang)
     try:
         if what == "touch":
             with pytest.raises(kvtier.StoreError, match="disk has done nothing"):
-                cache.flush().result(timeout=30)
+                cache.flush().result(timeout=300)
         cache.close()
         assert cache.closed
         assert not store.closed
@@ -478,7 +478,7 @@ def test_saving_recency_and_closing_wait_for_no_disk_that_hangs(
         goes_on.set()
     for thread in threading.enumerate():
         if thread.name == "kvtier-store":
-            thread.join(60)
+            thread.join(300)
 
 
 def test_a_call_that_ends_at_last_is_not_taken_for_the_one_that_waits_for_it() -> None:

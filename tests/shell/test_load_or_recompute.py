@@ -674,7 +674,7 @@ def test_a_flush_waits_for_a_hanging_disk_only_so_long(name: str, asked: str) ->
         for op in list(w.transfer.pending):
             w.disk_done.pop(op.id, None)
         w.idle()
-        assert w.cache.flush().result(30) is None
+        assert w.cache.flush().result(300) is None
         assert w.cache.match(tokens).tokens == 12 * PAGE
 
 
@@ -694,7 +694,7 @@ def test_a_flush_waits_for_a_disk_that_moves() -> None:
             assert not flushed.done()
             w.transfer.finish(op)
         w.pass_time(w.now)
-        assert flushed.result(30) is None
+        assert flushed.result(300) is None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -756,7 +756,7 @@ class SlowStore:
 
     def read_into(self, reads: Sequence[Read]) -> list[bool]:
         if self.read_s is None:
-            self.go_on.wait(100)
+            self.go_on.wait(300)
         else:
             self.go_on.wait(self.read_s * len(reads))
         return self.store.read_into(reads)
@@ -775,22 +775,22 @@ def test_a_real_disk(read_s: float | None, loaded: bool, tmp_path: Path) -> None
     parts: dict[str, Any] = {"transfer": plane, "stores": {Tier.DISK: store}}
     with kvtier.Cache(LAYOUT, sizes, model="m", **parts) as cache:
         for restored in (0, 32 * PAGE):
-            cache.flush().result(60)
+            cache.flush().result(300)
             cache.evict(Tier.GPU, 999)
             cache.evict(Tier.CPU, 999)
             with cache.lease(tokens) as lease:
-                assert lease.ready.result(60) == restored
+                assert lease.ready.result(300) == restored
                 feed(cache, lease, tokens[restored:])
         cache.evict(Tier.GPU, 999)
         cache.evict(Tier.CPU, 999)
         store.read_s = read_s
         with cache.lease(tokens, restore=policy) as lease:
-            cached = lease.ready.result(30)  # the disk takes a minute, or for ever
+            cached = lease.ready.result(300)  # not of the disk, which takes a minute or more
             assert (cached == 32 * PAGE) == loaded
             feed(cache, lease, tokens[cached:])
             cache.check()
         store.go_on.set()
-        cache.flush().result(60)
+        cache.flush().result(300)
         cache.check()
         assert cache.match([*tokens, 1]).tokens == 32 * PAGE
     assert not [t for t in threading.enumerate() if t.name == "kvtier-alarm" and _lives_on(t)]
@@ -820,20 +820,20 @@ def test_what_has_not_begun_to_be_read_is_left_out(
     parts: dict[str, Any] = {"transfer": plane, "stores": {Tier.DISK: store}}
     with kvtier.Cache(LAYOUT, sizes, model="m", **parts) as cache:
         with cache.lease(tokens) as lease:
-            feed(cache, lease, tokens[lease.ready.result(60) :])
-        cache.flush().result(60)
+            feed(cache, lease, tokens[lease.ready.result(300) :])
+        cache.flush().result(300)
         for tier in (Tier.GPU, Tier.CPU):
             cache.evict(tier, 999)
         store.read_s = None
         if way == "cancel":
             found = cache.prefetch(tokens)
-            assert began.wait(60)
+            assert began.wait(300)
             assert found.cancel()
         else:
             policy = RestorePolicy("timeout", timeout_s=0.05) if way == "settle" else None
             with cache.lease(tokens, restore=policy) as lease:
-                assert began.wait(60)
-                assert way == "release" or lease.ready.result(60) == 0
+                assert began.wait(300)
+                assert way == "release" or lease.ready.result(300) == 0
         store.go_on.set()
         while cache._pump.running():
             time.sleep(0.001)
@@ -842,11 +842,11 @@ def test_what_has_not_begun_to_be_read_is_left_out(
         cache.check()
         store.read_s = 0.0
         with cache.lease(tokens) as lease:
-            assert lease.ready.result(60) == 32 * PAGE
+            assert lease.ready.result(300) == 32 * PAGE
 
 
 def _lives_on(thread: threading.Thread) -> bool:
-    thread.join(60)
+    thread.join(300)
     return thread.is_alive()
 
 
@@ -863,7 +863,7 @@ def test_an_alarm_survives_what_a_callback_raises() -> None:
     owner = Owner()
     alarm = Alarm(owner.ring)
     alarm.set(time.monotonic())
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while owner.rung < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert owner.rung == 3
@@ -911,11 +911,11 @@ def test_the_alarm_thread_goes_with_its_owner() -> None:
     alarm.set(start + 3600)  # it rings before that
     thread = alarm._thread
     assert thread is not None
-    while not rung and time.monotonic() < start + 60:
+    while not rung and time.monotonic() < start + 300:
         time.sleep(0.01)
     assert len(rung) == 1
     assert rung[0] >= start + 0.05
     del owner
     gc.collect()
-    thread.join(60)
+    thread.join(300)
     assert not thread.is_alive()

@@ -131,11 +131,11 @@ def test_speculative_tokens_are_seen_by_nobody(make: Callable[[], Layout]) -> No
             model.write(step)
             assert lease.num_tokens == page - 2 and lease.tokens().tolist() == tokens[: page - 2]
             assert found(model, tokens) == 0
-            model.cache.flush(to=CPU).result(timeout=60)
+            model.cache.flush(to=CPU).result(timeout=300)
             model.cache.evict(CPU, 99)
             assert not list(model.cache.pages()) and not list(model.cache.events())
             with model.cache.lease(tokens) as other:
-                assert other.ready.result(timeout=60) == 0
+                assert other.ready.result(timeout=300) == 0
             for use in (
                 lease.pause,
                 lease.fork,
@@ -153,7 +153,7 @@ def test_speculative_tokens_are_seen_by_nobody(make: Callable[[], Layout]) -> No
             step.accept(lease, 1)
         model.poison()
         assert found(model, tokens) == page, "one token was accepted, and filled a page"
-        model.cache.flush(to=CPU).result(timeout=60)
+        model.cache.flush(to=CPU).result(timeout=300)
         told = list(model.cache.events())
         assert [(what, tier) for what, _, tier in told] == [("stored", GPU), ("stored", CPU)]
         assert {key for _, key, _ in told} == {info.key for info in model.cache.pages()}
@@ -162,7 +162,7 @@ def test_speculative_tokens_are_seen_by_nobody(make: Callable[[], Layout]) -> No
         with open_lease(model, tokens) as lease:
             model.prefill(lease, tokens[: page - 2])
             model.verify(lease, tokens[page - 2 : page], rejected=6)
-        model.cache.flush(to=CPU).result(timeout=60)
+        model.cache.flush(to=CPU).result(timeout=300)
         model.evict(GPU)
         with open_lease(model, tokens[: page + 1]) as other:
             assert other.num_tokens == page
@@ -274,9 +274,9 @@ def test_speculative_rounds_beside_a_shared_prefix(
                     leases[i] = kid
                 elif what < 0.1:
                     at = lease.num_tokens
-                    lease.pause().result(timeout=60)
+                    lease.pause().result(timeout=300)
                     model.poison_all_rejected()
-                    assert lease.resume().result(timeout=60) == at
+                    assert lease.resume().result(timeout=300) == at
                 if (round_ + i) % 3 == 0:  # what is wrong stays wrong
                     model.check(leases[i])
         for lease in leases:
@@ -284,7 +284,7 @@ def test_speculative_rounds_beside_a_shared_prefix(
         lengths = [lease.num_tokens for lease in leases]
         for lease in leases:
             lease.release()
-        model.cache.flush(to=DISK).result(timeout=60)
+        model.cache.flush(to=DISK).result(timeout=300)
         for tiers in ((), (GPU,), (GPU, CPU)):
             model.evict(*tiers)
             for way, length in zip(ways, lengths, strict=True):
@@ -324,11 +324,11 @@ def test_speculative_pauses_with_open_groups(make: Callable[[], Layout], starts:
             with base.fork() as lease:
                 model.verify(lease, [], rejected=DRAFTS + 1)
                 held = tables(lease)[1]
-                lease.pause().result(timeout=60)
+                lease.pause().result(timeout=300)
                 model.poison()
                 with open_lease(model, prompt(20, seed=start), read=False) as other:
                     model.feed(other, prompt(20, seed=start))
-                assert lease.resume().result(timeout=60) == start
+                assert lease.resume().result(timeout=300) == start
                 stays = set(tables(lease)[1])
                 assert stays <= set(held) and len(held) - len(stays) <= 1
                 model.check(lease)
@@ -363,12 +363,12 @@ def test_speculative_truncation_of_tails(make: Callable[[], Layout]) -> None:
             model.verify(lease, [], rejected=DRAFTS + 1)
             stands = lease.truncate(length - 1)
             assert stands == (length - 1) // page * page
-            lease.ready.result(timeout=60)
+            lease.ready.result(timeout=300)
             model.poison()
             model.verify(lease, tokens[stands : stands + 2], rejected=DRAFTS - 1)
             model.check(lease)
             lease.truncate(0)
-            lease.ready.result(timeout=60)
+            lease.ready.result(timeout=300)
 
 
 def test_speculative_writing_by_hand() -> None:
@@ -395,9 +395,9 @@ def test_speculative_writing_by_hand() -> None:
                     model.check(kid)
                     assert kid.num_tokens == at and kid.capacity == -(-at // pages) * pages
             if i % 4 == 2:  # what was written and not committed is not parked
-                lease.pause().result(timeout=60)
+                lease.pause().result(timeout=300)
                 model.poison()
-                assert lease.resume().result(timeout=60) == at
+                assert lease.resume().result(timeout=300) == at
                 model.check(lease)
                 continue
             lease.commit(fed[:kept])

@@ -169,7 +169,7 @@ def test_speculative_draft_rows_that_are_missing(
                     model.feed(lease, tokens[at : min(end, at + page // 2)], poison=False)
             model.drafts = True
             model.feed(lease, tokens[3 * page : 3 * page + 2], rejected=5)
-        model.cache.flush(to=DISK).result(timeout=60)
+        model.cache.flush(to=DISK).result(timeout=300)
         model.evict(*tiers)
         with open_lease(model, tokens) as lease:
             assert lease.num_tokens == 3 * page, "the target's hit is shorter"

@@ -83,7 +83,7 @@ def test_the_lock_is_free_while_an_op_is_started() -> None:
     class Looks(ManualTransfer):
         def start(self, op: kvtier.Op, *, packed: Callable[[], None], done: Done) -> None:
             with ThreadPoolExecutor(1) as other:
-                looked.append(other.submit(lambda: cache.match(prompt(9)).tokens).result(60))
+                looked.append(other.submit(lambda: cache.match(prompt(9)).tokens).result(300))
             super().start(op, packed=packed, done=done)
 
     with cache_over(Looks()) as cache:
@@ -97,18 +97,18 @@ def test_the_lock_is_free_while_a_second_thread_waits_for_its_turn() -> None:
     class Slow(ManualTransfer):
         def start(self, op: kvtier.Op, *, packed: Callable[[], None], done: Done) -> None:
             starting.release()
-            assert gate.wait(60)
+            assert gate.wait(300)
             super().start(op, packed=packed, done=done)
 
     both = threading.Barrier(2)
 
     def fills(seed: int) -> None:
         with cache.lease(prompt(9, seed)) as lease, cache.step([(lease, prompt(9, seed))]):
-            both.wait(60)  # whoever enters a step waits for ops that are being started
+            both.wait(300)  # whoever enters a step waits for ops that are being started
 
     with cache_over(Slow()) as cache, ThreadPoolExecutor(3) as pool:
         work = [pool.submit(fills, seed) for seed in (0, 1)]
-        assert starting.acquire(timeout=60)
+        assert starting.acquire(timeout=300)
         while (
             cache._pump._core.match(pack(prompt(9, 0))).tokens
             + cache._pump._core.match(pack(prompt(9, 1))).tokens
@@ -117,11 +117,11 @@ def test_the_lock_is_free_while_a_second_thread_waits_for_its_turn() -> None:
             time.sleep(0.001)  # until both have committed
         looked = pool.submit(cache.stats)
         try:
-            assert looked.result(timeout=60).packing
+            assert looked.result(timeout=300).packing
         finally:
             gate.set()
         for each in work:
-            each.result(timeout=60)
+            each.result(timeout=300)
 
 
 def test_callbacks_of_futures_may_use_the_cache() -> None:
@@ -166,14 +166,14 @@ def test_ops_start_in_the_order_of_the_core(monkeypatch: pytest.MonkeyPatch) -> 
     def work(seed: int) -> None:
         for i in range(15):
             with cache.lease(prompt(10 + i, seed % 3)) as lease:
-                done = lease.ready.result(timeout=60)
+                done = lease.ready.result(timeout=300)
                 feed(cache, lease, prompt(10 + i, seed % 3)[done:])
                 with lease.fork() as twin:
                     feed(cache, twin, [seed])
 
     with ThreadPoolExecutor(6) as pool:
         for future in [pool.submit(work, seed) for seed in range(6)]:
-            future.result(timeout=60)
+            future.result(timeout=300)
     cache.close()
     assert [op.id for op in transfer.started] == planned
     assert len(planned) > 100
@@ -207,14 +207,14 @@ def test_many_threads_on_the_real_data_plane() -> None:
         def request(rng: random.Random) -> None:
             tokens = prompt(rng.randint(1, 18), rng.randint(0, 3))
             with cache.lease(tokens, write=rng.random() < 0.9) as lease:
-                at = lease.ready.result(timeout=60)
+                at = lease.ready.result(timeout=300)
                 while at < len(tokens):
                     chunk = tokens[at : at + rng.randint(1, 9)]
                     run(lease, chunk)
                     at += len(chunk)
                 if rng.random() < 0.3:
-                    lease.pause().result(timeout=60)
-                    at = lease.resume().result(timeout=60)
+                    lease.pause().result(timeout=300)
+                    at = lease.resume().result(timeout=300)
                 if rng.random() < 0.3:
                     with lease.fork() as twin:
                         run(twin, [rng.randint(0, 9)])
@@ -231,7 +231,7 @@ def test_many_threads_on_the_real_data_plane() -> None:
 
         with ThreadPoolExecutor(4) as pool:
             for future in [pool.submit(work, seed) for seed in range(4)]:
-                future.result(timeout=100)
+                future.result(timeout=300)
         cache.check()
         assert not failures, failures[:3]
         assert done[0] > 50
@@ -254,7 +254,7 @@ def test_event_loops_are_not_blocked() -> None:
 
         async def one(seed: int) -> int:
             with cache.lease(prompt(9, seed)) as lease:
-                return await asyncio.wait_for(asyncio.wrap_future(lease.ready), 60)
+                return await asyncio.wait_for(asyncio.wrap_future(lease.ready), 300)
 
         got = await asyncio.gather(*(one(seed) for seed in range(4)))
         await ticker
@@ -265,7 +265,7 @@ def test_event_loops_are_not_blocked() -> None:
 
         def start(self, op: kvtier.Op, *, packed: Callable[[], None], done: Done) -> None:
             def wait(delivered: int, error: BaseException | None) -> None:
-                assert op.kind is not kvtier.OpKind.RESTORE or ticked.wait(60)
+                assert op.kind is not kvtier.OpKind.RESTORE or ticked.wait(300)
                 done(delivered, error)
 
             super().start(op, packed=packed, done=wait)
@@ -273,7 +273,7 @@ def test_event_loops_are_not_blocked() -> None:
     with cache_over(OnceTicked(), gpu=32, cpu=32) as cache:
         for seed in range(4):
             fill(cache, prompt(9, seed))
-        cache.flush(to=Tier.CPU).result(timeout=60)
+        cache.flush(to=Tier.CPU).result(timeout=300)
         cache.evict(Tier.GPU, 99)
         assert asyncio.run(main(cache)) == 32
 
@@ -313,7 +313,7 @@ def test_closing_from_a_completion_does_not_wait_for_itself() -> None:
     """D4: no thread can wait for itself."""
     cache = kvtier.Cache(LAYOUT, config(), model="m", device="cpu")
     fill(cache, prompt(9))
-    cache.flush(to=Tier.CPU).result(timeout=60)
+    cache.flush(to=Tier.CPU).result(timeout=300)
     cache.evict(Tier.GPU, 99)
     closed = threading.Event()
 
@@ -324,7 +324,7 @@ def test_closing_from_a_completion_does_not_wait_for_itself() -> None:
 
     lease = cache.lease(prompt(9))
     lease.ready.add_done_callback(close)
-    assert closed.wait(timeout=60)
+    assert closed.wait(timeout=300)
     assert cache.closed
 
 
@@ -352,7 +352,7 @@ def test_outcomes_behind_a_callback_that_raises_are_told(
     landing = cache._pump.transfer._copier.drained  # type: ignore[attr-defined]
     gates = [threading.Event() for _ in landing.threads]
     for gate in gates:
-        landing.submit(lambda _, gate=gate: gate.wait(60) and None)
+        landing.submit(lambda _, gate=gate: gate.wait(300) and None)
     fill(cache, prompt(16, seed=1))
 
     def bug(_: object) -> None:
@@ -365,10 +365,10 @@ def test_outcomes_behind_a_callback_that_raises_are_told(
     for gate in gates:
         gate.set()
     for flush in flushes:
-        assert flush.result(timeout=60) is None
+        assert flush.result(timeout=300) is None
     closing = threading.Thread(target=cache.close, daemon=True)
     closing.start()
-    closing.join(60)
+    closing.join(300)
     assert not closing.is_alive(), "close() hangs"
     assert caplog.text.count("a callback of a future failed") == 3
 

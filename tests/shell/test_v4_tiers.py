@@ -61,7 +61,7 @@ def test_every_component_through_every_tier(options: dict[str, Any], tmp_path: P
             assert lease.num_tokens == 0
             model.prefill(lease, tokens, chunk=300)
             model.check(lease)
-        model.cache.flush(to=DISK).result(timeout=60)
+        model.cache.flush(to=DISK).result(timeout=300)
         for tier, empty in ((GPU, ()), (CPU, (GPU,)), (DISK, (GPU, CPU))):
             model.evict(*empty)
             before = moved(model)
@@ -74,10 +74,10 @@ def test_every_component_through_every_tier(options: dict[str, Any], tmp_path: P
                 assert (CPU in read) == (tier is not GPU)
                 model.prefill(lease, [*tokens, *prompt(80, seed=9)], chunk=33)
                 model.check(lease)
-            model.cache.flush(to=DISK).result(timeout=60)
+            model.cache.flush(to=DISK).result(timeout=300)
     script = f"from tests.shell.test_v4_tiers import again; again({str(tmp_path)!r}, {options!r})"
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{whole} tokens of DISK"
@@ -124,7 +124,7 @@ def test_history_and_checkpoints_are_told_apart(
     with served(small(), tmp_path, checkpoints=kvtier.Sparse(every_pages=2)) as model:
         with open_lease(model, tokens[:1100]) as lease:
             model.prefill(lease, tokens[:1100], chunk=500)
-        model.cache.flush(to=DISK).result(timeout=60)
+        model.cache.flush(to=DISK).result(timeout=300)
         with open_lease(model, tokens, write=False):
             found = model.cache.match(tokens[:1000])
             assert (found.tokens, found.history_tokens) == (768, 768)
@@ -193,11 +193,11 @@ def test_pause_and_resume_anywhere(options: dict[str, Any]) -> None:
             with open_lease(model, tokens, read=False, write=False) as lease:
                 model.prefill(lease, tokens[:length])
                 held = windows_of(lease)
-                lease.pause().result(timeout=60)
+                lease.pause().result(timeout=300)
                 model.poison()
                 with open_lease(model, prompt(300, seed=length), read=False) as other:
                     model.prefill(other, prompt(300, seed=length))  # takes what was given back
-                assert lease.resume().result(timeout=60) == length
+                assert lease.resume().result(timeout=300) == length
                 assert windows_of(lease) == held
                 model.check(lease)
                 model.prefill(lease, tokens, chunk=128)
@@ -211,9 +211,9 @@ def test_a_pause_parks_what_is_committed() -> None:
         model.prefill(lease, tokens[:200])
         lease.reserve(1200)
         assert len(windows_of(lease)) == 11
-        lease.pause().result(timeout=60)
+        lease.pause().result(timeout=300)
         model.poison()
-        assert lease.resume().result(timeout=60) == 200
+        assert lease.resume().result(timeout=300) == 200
         model.check(lease)
 
 
@@ -230,7 +230,7 @@ def test_a_step_that_fails_after_more_than_the_rings_hold(drafts: int) -> None:
             ):
                 model.write(step)
                 raise ZeroDivisionError
-            lease.ready.result(timeout=60)
+            lease.ready.result(timeout=300)
             assert lease.num_tokens == stands
             model.poison()
             model.check(lease)
@@ -241,7 +241,7 @@ def test_a_step_that_fails_after_more_than_the_rings_hold(drafts: int) -> None:
         with pytest.raises(ZeroDivisionError), model.cache.step([(lease, tokens[:9])]) as step:
             model.write(step)
             raise ZeroDivisionError
-        assert lease.ready.result(timeout=60) == 0
+        assert lease.ready.result(timeout=300) == 0
         model.prefill(lease, tokens)
         model.check(lease)
 
@@ -257,7 +257,7 @@ def test_a_lease_released_in_a_step_that_fails() -> None:
             model.write(step)
             lease.release()
             raise ZeroDivisionError
-        assert other.ready.result(timeout=60) == 512
+        assert other.ready.result(timeout=300) == 512
         model.poison()
         model.check(other)
         other.release()
@@ -307,7 +307,7 @@ def test_truncation_lands_on_a_checkpoint() -> None:
         model.prefill(lease, tokens)
         for asked, stands in ((900, 900), (899, 768), (767, 512), (255, 0)):
             assert lease.truncate(asked) == stands
-            lease.ready.result(timeout=60)
+            lease.ready.result(timeout=300)
             assert lease.num_tokens == stands
             model.poison()
             if stands:
@@ -324,7 +324,7 @@ def test_the_first_boundary_of_a_sequence(tail: str) -> None:
     with served(layout) as model:
         with open_lease(model, tokens) as lease:
             model.prefill(lease, tokens)
-        model.cache.flush(to=CPU).result(timeout=60)
+        model.cache.flush(to=CPU).result(timeout=300)
         for empty in ((), (GPU,)):
             model.evict(*empty)
             with open_lease(model, tokens) as lease:

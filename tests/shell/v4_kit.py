@@ -116,7 +116,7 @@ class ByteModel:
 
     def prefill(self, lease: kvtier.Lease, tokens: Sequence[int], chunk: int = 300) -> None:
         """The rest of a prompt, chunk by chunk."""
-        lease.ready.result(timeout=60)
+        lease.ready.result(timeout=300)
         while (done := lease.num_tokens) < len(tokens):
             self.feed(lease, tokens[done : min(done + chunk, len(tokens))])
 
@@ -276,7 +276,7 @@ def free(pool: FramePool) -> list[int]:
 def open_lease(model: ByteModel, tokens: Sequence[int], **options: Any) -> kvtier.Lease:
     """A lease that is ready."""
     lease = model.cache.lease(list(tokens), **options)
-    lease.ready.result(timeout=60)
+    lease.ready.result(timeout=300)
     assert lease.state is LeaseState.ACTIVE
     return lease
 

@@ -376,7 +376,7 @@ class Language:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=300)
         if turns.broken is not None:
             raise turns.broken
 

@@ -30,7 +30,7 @@ class SlowStore(MemoryStore):
     def _note(self, what: str, keys: Sequence[bytes]) -> None:
         self.calls.append((what, [int.from_bytes(k, "big") for k in keys]))
         self.began.set()
-        assert self.gate.wait(60)
+        assert self.gate.wait(300)
 
     def put_group(self, records: Sequence[Record]) -> None:
         self._note("put", [record.key for record in records])
@@ -52,11 +52,11 @@ def busy(*groups: tuple[OpKind, Sequence[Part]]) -> Iterator[tuple[Plane, SlowSt
     with plane(store=store) as p:
         assert p.start(OpKind.PACK, *[down(i, i) for i in range(10)]).delivered == 10
         ends = [p.start(OpKind.STORE, to_disk(1, 0))]
-        assert store.began.wait(60)
+        assert store.began.wait(300)
         ends += [p.start(kind, *parts) for kind, parts in groups]
         sealed = threading.Event()
         p.transfer._publisher.ahead(sealed.set)  # all of them are queued by then
-        assert sealed.wait(60)
+        assert sealed.wait(300)
         assert not any(end.calls for end in ends)
         try:
             yield p, store, ends
