@@ -29,7 +29,7 @@ class Request:
 
 
 class Engine:
-    def __init__(self, cache: kvtier.Cache, model: Callable[[kvtier.DeviceStep], list[int]]):
+    def __init__(self, cache: kvtier.Cache, model: Callable[[kvtier.Step], list[int]]):
         self.cache, self.model = cache, model
         self.requests: list[Request] = []
         self.changed = asyncio.Event()  # a request has come or gone
@@ -64,7 +64,7 @@ class Engine:
                 continue
             try:
                 with self.cache.step([(r.lease, r.chunk()) for r in batch]) as step:
-                    sampled = await asyncio.to_thread(self.model, step.to_device())
+                    sampled = await asyncio.to_thread(self.model, step)
             except Exception as error:  # noqa: BLE001 - the requests are told; nothing was committed
                 await self.shed(batch, error)
                 continue

@@ -25,11 +25,12 @@ class ToyModel:
         self.mix = torch.randn(LAYERS, WIDTH, WIDTH, generator=rng) / WIDTH**0.5
         self.tokens_fed = 0
 
-    def __call__(self, step: kvtier.DeviceStep) -> list[int]:
+    def __call__(self, step: kvtier.Step) -> list[int]:
+        device = step.to_device()
         out = []
         for row, (start, stop) in enumerate(pairwise(step.cu_seqlens_q.tolist())):
-            ids, positions = step.input_ids[start:stop], step.positions[start:stop]
-            out.append(self.forward(ids, positions, paged(step, row, start, stop)))
+            ids, positions = device.input_ids[start:stop], device.positions[start:stop]
+            out.append(self.forward(ids, positions, paged(device, row, start, stop)))
         return out
 
     def forward(

@@ -14,11 +14,20 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, final
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from kvtier import CacheClosed, ConfigError, KVTierError, LayoutMismatch, Step, TokenError
+from kvtier import (
+    CacheClosed,
+    ConfigError,
+    DeviceStep,
+    KVTierError,
+    LayoutMismatch,
+    Step,
+    TokenError,
+)
 from kvtier.kernels import check_budget, table
 from kvtier.layouts import Layout
 from kvtier_deepseek.decode import DecodeGraph
@@ -214,7 +223,8 @@ class Adapter:
         Returns logits (batch, vocab) of each sequence's last token, or (tokens, vocab) with
         ``all_logits``; none for padding rows.  ``pad_to`` is passed on to ``step.to_device``,
         unless ``device`` is what that gave already.
-        Raises KVTierError after ``detach``, where the model was moved or converted since it was
+        Raises ConfigError for anything that is no step, what ``step.to_device()`` gave among it;
+        KVTierError after ``detach``, where the model was moved or converted since it was
         attached, where a layer did not take part, and of V4 for a step that has run before, if
         more tokens of a lease are in it than may be rejected: they have overwritten what they read.
         TokenError for an id outside the vocabulary and, without ``all_logits``, for a lease that is
@@ -259,6 +269,7 @@ class Adapter:
     def _check(self, step: StepLike) -> None:
         """What must hold before anything of the step goes to the device."""
         self._check_attached()
+        _check_kind(step)
         if _made_by_kvtier(step):
             self._check_layout(step)
         self._check_ids(step)
@@ -453,6 +464,19 @@ def _place(family: Family) -> str:
     """Type and device of what attention computes with, by a norm: other weights may be packed."""
     parameters = family.layers[0].module.parameters()
     return next((f"{p.dtype} on {p.device}" for p in parameters if p.dim() == 1), "nothing")
+
+
+def _check_kind(step: object) -> None:
+    """A step's arrays are read on the host first: its device arrays alone would not do."""
+    if isinstance(step, DeviceStep):
+        raise ConfigError(
+            "the adapter was given step.to_device(); pass the step itself, adapter(step): it makes "
+            "the device arrays"
+        )
+    if not isinstance(getattr(step, "query_lens", None), np.ndarray):
+        raise ConfigError(
+            f"the adapter takes a kvtier.Step, or arrays on the host like one's, got {step!r:.80}"
+        )
 
 
 def _made_by_kvtier(step: object) -> bool:
