@@ -1,4 +1,4 @@
-"""Write docs/api.md: every public name with its signature and what its docstring says first.
+"""Write docs/api.md: every public name with its signature and what its docstring says.
 
     python scripts/api_reference.py            # writes it
     python scripts/api_reference.py --check    # exit status 1 if it is out of date
@@ -10,24 +10,27 @@ import ast
 import importlib
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "api.md"
-MODULES = ("kvtier", "kvtier.layouts", "kvtier.kernels", "kvtier.testing")
+ADAPTER = ROOT / "adapters" / "deepseek"
+MODULES = ("kvtier", "kvtier.layouts", "kvtier.kernels", "kvtier.testing", "kvtier_deepseek")
 HEAD = (
     "# API reference\n\n"
-    "Every public name: its signature, and the first sentence of its docstring; `help()` has the "
-    "rest. Written by `scripts/api_reference.py`; a test compares it with the code.\n"
+    "Every public name: its signature and its docstring; of the members of a class the first "
+    "sentence, `help()` has the rest. Written by `scripts/api_reference.py`; a test compares it "
+    "with the code.\n"
 )
-SHOWN = {"__init__", "__len__", "__add__", "__getitem__"}
+SHOWN = {"__init__", "__call__", "__len__", "__add__", "__getitem__"}
 
 Node = ast.ClassDef | ast.FunctionDef | ast.Assign | ast.AnnAssign
 
 
 def main() -> int:
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ADAPTER)]
     text = reference()
     if "--check" in sys.argv[1:]:
         if TARGET.exists() and TARGET.read_text() == text:
@@ -50,7 +53,7 @@ def reference() -> str:
 def entry(module: str, name: str) -> str:
     node = definition(module, name)
     if isinstance(node, ast.FunctionDef):
-        return f"### {name}\n\n```text\n{signature(node)}\n```\n\n{says(node)}\n"
+        return f"### {name}\n\n```text\n{signature(node)}\n```\n\n{whole(node)}\n"
     if isinstance(node, ast.Assign | ast.AnnAssign):
         assert node.value is not None
         return f"### {name}\n\n```text\n{name} = {unquoted(node.value)}\n```\n"
@@ -59,7 +62,7 @@ def entry(module: str, name: str) -> str:
     table = [f"| `{member}` | {text} |" for member, text in documented(node) if text]
     listing = "\n| | |\n|---|---|\n" + "\n".join(table) + "\n" if table else ""
     code = "\n    ".join(lines)
-    return f"### {name}\n\n{says(node)}\n\n```text\n{code}\n```\n{listing}"
+    return f"### {name}\n\n{whole(node)}\n\n```text\n{code}\n```\n{listing}"
 
 
 def definition(module: str, name: str) -> Node:
@@ -121,7 +124,7 @@ def signature(node: ast.FunctionDef) -> str:
     for argument in (*arguments.args, *arguments.kwonlyargs):
         if argument.annotation is not None:
             argument.annotation = ast.Name(unquoted(argument.annotation))
-    if arguments.args and arguments.args[0].arg == "self":
+    if arguments.args and arguments.args[0].arg in ("self", "cls"):
         del arguments.args[0]
     returns = "" if node.returns is None else f" -> {unquoted(node.returns)}"
     if node.name == "__init__":
@@ -142,6 +145,17 @@ def short(node: ast.expr) -> str:
 
 def says(node: ast.ClassDef | ast.FunctionDef) -> str:
     return first_sentence(ast.get_docstring(node) or "")
+
+
+def whole(node: ast.ClassDef | ast.FunctionDef) -> str:
+    """A docstring's paragraphs; those that are indented as they stand."""
+    parts = []
+    for part in (ast.get_docstring(node) or "").split("\n\n"):
+        if part.startswith("    "):
+            parts.append(f"```text\n{textwrap.dedent(part)}\n```")
+        else:
+            parts.append(" ".join(part.split()).replace("``", "`"))
+    return "\n\n".join(parts)
 
 
 def first_sentence(text: str) -> str:

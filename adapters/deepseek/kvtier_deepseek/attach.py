@@ -61,6 +61,7 @@ class StepReport:
     """What the last step did."""
 
     tokens: int
+    """New tokens that were fed, of all leases."""
     layers: int
     """Layers that wrote their rows and read their pages."""
     forms: Mapping[str, int] = field(default_factory=dict)
@@ -86,16 +87,25 @@ def attach(
     """Let every attention layer of ``model`` read and write ``cache`` during a step.
 
     All layers or none; other models in the process are untouched; ``state_dict`` keys do not
-    change.  ``backend`` runs every operation that it lists for this model on its device, and what
-    "auto" takes the others; with "torch" all run in the reference.  ``workspace_bytes`` bounds the
-    scratch of attention, beside what a step's own tokens take; of V2 and V3 most of it is taken
-    here, once for all layers.  ``device_bytes`` is what the cache's device pool and this scratch
-    may come to together; without it only what the device has no room for is refused.  V2 and V3
-    have two forms of attention: sequences with at most ``max_absorbed`` new tokens take the
-    absorbed one.  By default that is where the operation counts meet; "measured" times both forms
-    of the first layer here and now, with its own kernels.  V3.2 and V4 have one form, and take no
-    limit.  ``draft`` keeps rows in the cache as the model does, in every step; without one draft
-    layers are filled with zeros.
+    change.
+
+    ``backend`` is "auto" (the default), "torch", "sdpa", "triton", "gluon", "flashmla" or
+    "flashinfer".  One asked for by name runs every operation that it lists for this model on its
+    device, and what "auto" takes the others; with "torch" all run in the reference.
+
+    ``workspace_bytes`` (bytes, or a string like "512MiB") bounds the scratch of attention, beside
+    what a step's own tokens take; of V2 and V3 most of it is taken here, once for all layers.
+    ``device_bytes`` is what the cache's device pool and this scratch may come to together; without
+    it only what the device has no room for is refused.
+
+    V2 and V3 have two forms of attention: sequences with at most ``max_absorbed`` new tokens take
+    the absorbed one.  By default that is where the operation counts meet; "measured" times both
+    forms of the first layer here and now, with its own kernels.  V3.2 and V4 have one form, and
+    take no limit.
+
+    ``draft`` keeps rows in the cache as the model does, in every step; without one draft layers are
+    filled with zeros.
+
     Raises UnsupportedModel naming what is missing, LayoutMismatch naming the field in which the
     cache's layout is not this model's, ConfigError for a backend, workspace or limit that cannot
     work, CacheClosed.
@@ -128,7 +138,8 @@ def attach(
 
 
 def backends() -> list[dict[str, str]]:
-    """The kernel table: operation, record, dims, dtype, device, backend, available."""
+    """The kernel table, a row for each kernel: operation, record, dims, dtype, device, backend,
+    and available, which is "yes" or the reason why not."""
     return table()
 
 
@@ -136,7 +147,9 @@ def backends() -> list[dict[str, str]]:
 class Adapter:
     """A model attached to a cache.  Made by ``attach``; a context manager that detaches.
 
-    Steps may run in several threads at once, as far as the model itself allows it.
+    It takes a ``kvtier.Step``, as ``Cache.step`` gives it, or arrays of the same names on the host
+    (``StepLike``), and makes the device arrays itself.  Steps may run in several threads at once,
+    as far as the model itself allows it.
     """
 
     def __init__(
@@ -207,7 +220,7 @@ class Adapter:
         return self._family.reserved_bytes
 
     def __call__(self, step: StepLike) -> Tensor:
-        """Logits of each lease's last token, (batch, vocab).  See ``forward``."""
+        """``forward`` with its defaults: logits (batch, vocab) of each lease's last token."""
         return self.forward(step)
 
     def forward(
@@ -218,18 +231,19 @@ class Adapter:
         pad_to: int | None = None,
         device: DeviceStepLike | None = None,
     ) -> Tensor:
-        """Run the model on one step: every layer writes the step's rows, then reads its pages.
+        """Run the model on one step; returns logits (batch, vocab) of each lease's last token, or
+        (tokens, vocab) of all with ``all_logits``, in the model's type and on its device.
 
-        Returns logits (batch, vocab) of each sequence's last token, or (tokens, vocab) with
-        ``all_logits``; none for padding rows.  ``pad_to`` is passed on to ``step.to_device``,
-        unless ``device`` is what that gave already.
+        Every layer writes the step's rows, then reads its pages.  Padding rows get no logits.
+        ``pad_to`` is passed on to ``step.to_device``, unless ``device`` is what that gave already.
+
         Raises ConfigError for anything that is no step, what ``step.to_device()`` gave among it;
-        KVTierError after ``detach``, where the model was moved or converted since it was
-        attached, where a layer did not take part, and of V4 for a step that has run before, if
-        more tokens of a lease are in it than may be rejected: they have overwritten what they read.
-        TokenError for an id outside the vocabulary and, without ``all_logits``, for a lease that is
-        fed no token (it has no last one), LayoutMismatch for a step of a cache with another layout
-        and for inconsistent hand-made metadata.
+        KVTierError after ``detach``, where the model was moved or converted since it was attached,
+        where a layer did not take part, and of V4 for a step that has run before, if more tokens of
+        a lease are in it than may be rejected: they have overwritten what they read.  TokenError
+        for an id outside the vocabulary and, without ``all_logits``, for a lease that is fed no
+        token (it has no last one), LayoutMismatch for a step of a cache with another layout and for
+        inconsistent hand-made metadata.
         """
         self._check(step)
         if not all_logits:

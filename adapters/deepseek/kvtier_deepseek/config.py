@@ -33,18 +33,27 @@ def layout_for(
 ) -> Layout:
     """Layout of a DeepSeek-V2-Lite, V2, V3, V3.2 or V4 model's cache, from its configuration.
 
-    V2 and V3: ``record`` is "dense" (plain values, the default), ``dtype`` is that of the values
-    (default: the configuration's own, or bfloat16 where it has none).  Their layers may have a
-    window (MLA_SWA), by ``window_attn_skip_freq``, a list with 1 for each that has and 0 for each
-    that has not, or by ``layer_types``: these keep their rows as ``window_record`` says, "fp8"
-    (656 bytes, the default) or "dense".  V3.2: ``record`` is "dense" (the default) or "fp8" (656
-    bytes), ``index_record`` "fp8" (132 bytes, the default) or "dense".  V4, in the schema of the
-    released checkpoints or in HF's: ``record`` is "fp8" (584 bytes, the default) or "fp32",
-    ``index_record`` "fp8" (the default), "mxfp4" or "fp32", ``tail`` "minimal" (the default) or
-    "seed".  ``page_tokens`` defaults to 64, for V4 to 256.  ``draft`` adds the layers of a draft
-    that has a cache, "mtp" (V3, V4) or "dspark" (V4); ``max_draft`` is the most tokens that a step
-    may carry beyond those that are certain, whoever drafts them.  Raises UnsupportedModel naming
-    the field or the argument for anything else.
+    V2 and V3: ``record`` is "dense" (plain values, the default).  Their layers may have a window
+    (MLA_SWA), by ``window_attn_skip_freq``, a list with 1 for each that has and 0 for each that has
+    not, or by ``layer_types``: these keep their rows as ``window_record`` says, "fp8" (656 bytes,
+    the default) or "dense".
+
+    V3.2: ``record`` is "dense" (the default) or "fp8" (656 bytes), ``index_record`` "fp8" (132
+    bytes, the default) or "dense".
+
+    V4, in the schema of the released checkpoints or in HF's: ``record`` is "fp8" (584 bytes, the
+    default) or "fp32", ``index_record`` "fp8" (the default), "mxfp4" or "fp32", ``tail`` "minimal"
+    (the default) or "seed".
+
+    ``dtype`` is that of plain values of V2, V3 and V3.2, the one the model computes in: by default
+    the configuration's own, or bfloat16 where it has none, as one made by hand has.  V4 takes none:
+    ``record="fp32"`` keeps its values plain.  ``page_tokens`` defaults to 64, for V4 to 256.
+
+    ``draft`` adds the layers of a draft that has a cache, "mtp" (V3, V4) or "dspark" (V4);
+    ``max_draft`` (0) is the most tokens that a step may carry beyond those that are certain,
+    whoever drafts them.
+
+    Raises UnsupportedModel naming the field or the argument for anything else.
     """
     model_type = getattr(config, "model_type", None)
     if model_type in v4_config.MODEL_TYPES:

@@ -55,6 +55,11 @@ class DecodeGraph:
     them.
     """
 
+    batch: int
+    """Rows of every replay; those that a step does not have are padding."""
+    queries: int
+    """Tokens of each row."""
+
     def __init__(
         self, adapter: "Adapter", cache: "Cache", *, batch: int, pages: int, queries: int = 1
     ) -> None:
@@ -66,9 +71,7 @@ class DecodeGraph:
         tokens = batch * queries
         self._buffers = cache.buffers(max_batch=tokens, max_tokens=tokens, max_pages=pages)
         self.batch = batch
-        """Rows of every replay; those that a step does not have are padding."""
         self.queries = queries
-        """Tokens of each row."""
         self._offsets: Tensor | None = None
         self._taps: dict[str, Tensor] = {}
         self._logits: Tensor | None = None

@@ -154,10 +154,14 @@ def validate_step(
 ) -> None:
     """Check hand-made metadata against itself, and against a pool of ``num_pages``.
 
-    An empty batch is fine.  Raises LayoutMismatch naming the array and row: wrong shape or type,
-    sums that do not add up, positions that do not follow the context, a KV length shorter than its
-    queries, a block table too short for it or with a page that the pool does not have (None: not
-    checked), a slot used twice or outside its sequence's own pages.  TokenError for a negative id.
+    ``step`` has int32 numpy arrays: ``input_ids``, ``positions`` and ``slot_mapping[component]``
+    (tokens,), ``cu_seqlens_q`` (batch + 1,), ``query_lens``, ``context_lens`` and ``kv_lens``
+    (batch,), ``block_table`` (batch, pages).  An empty batch is fine.
+
+    Raises LayoutMismatch naming the array and row: wrong shape or type, sums that do not add up,
+    positions that do not follow the context, a KV length shorter than its queries, a block table
+    too short for it or with a page that the pool does not have (None: not checked), a slot used
+    twice or outside its sequence's own pages.  TokenError for a negative id.
     """
     _check_rows(step, (component,), page_tokens, num_pages)
     slots = step.slot_mapping[component]

@@ -25,17 +25,23 @@ class Generation:
     """What one request got, and where its prompt came from."""
 
     tokens: tuple[int, ...]
+    """The new tokens only, at least one."""
     prompt_tokens: int
+    """Length of the prompt."""
     restored: Mapping[Tier, int]
     """Prompt tokens that were not computed, by the tier they came from."""
     computed: int
     """Prompt tokens that went through the model; with ``restored`` they make the prompt."""
     restore_s: float
+    """Seconds until the lease was ready."""
     prefill_s: float
+    """Seconds for the rest of the prompt, which give the first new token."""
     decode_s: float
+    """Seconds for the other new tokens."""
 
     @property
     def seconds(self) -> float:
+        """All three together."""
         return self.restore_s + self.prefill_s + self.decode_s
 
 
@@ -54,12 +60,15 @@ def generate(
 ) -> Generation:
     """Greedily append up to ``max_new`` tokens to ``prompt``; ends early after one of ``stop``.
 
-    Blocks until done.  Chunks end where ``spans`` let them, so one may be longer than ``chunk``.
-    ``max_reuse`` is the most that is taken from the cache.  ``progress`` is called with the number
-    of tokens now in the cache after the restore and after every step.  The last token returned has
-    not been fed, so it is not in the cache.  Raises ConfigError for counts below 1, TokenError for
-    an empty prompt or bad ids, OutOfPages where the request does not fit; the lease is released in
-    every case.
+    Blocks until done.  The prompt is fed in chunks of ``chunk`` tokens (512); they end where
+    ``spans`` (images, see ``kvtier.Span``) let them, so one may be longer.  ``stop`` are token ids,
+    by default none: the configuration's end token ends nothing.  ``max_reuse`` is the most tokens
+    that are taken from the cache (None: all but the last).  ``label`` names the lease.
+    ``progress`` is called with the number of tokens now in the cache, after the restore and after
+    every step.  The last token returned has not been fed, so it is not in the cache.
+
+    Raises ConfigError for counts below 1, TokenError for an empty prompt or bad ids, OutOfPages
+    where the request does not fit; the lease is released in every case.
     """
     if max_new < 1 or chunk < 1:
         raise ConfigError(f"max_new and chunk must be at least 1, got {max_new=} {chunk=}")

@@ -27,6 +27,7 @@ class Request:
     """One sequence that is being decoded with drafts."""
 
     lease: "Lease"
+    """Holds all of ``tokens`` but the last, once its prompt has been fed."""
     tokens: list[int]
     """The prompt and what was generated; all but the last are, or will be, fed."""
     stop: int
@@ -36,11 +37,15 @@ class Request:
     guesses: list[int] = field(default_factory=list)
     """To be verified in the next step."""
     rounds: int = 0
+    """Steps that verified."""
     proposed: int = 0
+    """Guesses fed so far."""
     accepted: int = 0
+    """Of ``proposed``, those that were right."""
 
     @property
     def done(self) -> bool:
+        """Whether it has as many tokens as wanted, or one of ``ends``."""
         return len(self.tokens) >= self.stop or self.tokens[-1] in self.ends
 
 
@@ -49,14 +54,19 @@ class Speculation:
     """What one request got, and what guessing was worth."""
 
     tokens: tuple[int, ...]
+    """The new tokens only, at least one."""
     prompt_tokens: int
+    """Length of the prompt."""
     restored: dict[Tier, int]
+    """Prompt tokens that were not computed, by the tier they came from."""
     computed: int
     """Prompt tokens that went through the model."""
     rounds: int
     """Steps after the prompt's."""
     proposed: int
+    """Guesses that were fed."""
     accepted: int
+    """Of ``proposed``, those that were right."""
 
 
 def speculate(
@@ -74,7 +84,8 @@ def speculate(
     """What ``generate`` gives, with up to ``max_draft`` guesses verified in each step.
 
     ``proposer`` guesses; default: the draft that the model was attached with.  ``max_draft`` is at
-    most, and by default, what the cache's layout says.  Raises as ``generate`` does, and
+    most, and by default, what the cache's layout says.  ``chunk``, ``stop`` and ``label`` are those
+    of ``generate``.  Raises as ``generate`` does, and
     ConfigError where there is nobody to guess or room for no guess.
     """
     if max_new < 1 or chunk < 1:
@@ -135,9 +146,9 @@ def verify(
     """One step of requests that have one token to be fed: verify their guesses, take on what was
     right, and guess again.
 
-    With ``graph`` the step is replayed; requests with fewer guesses than it was captured for are
-    filled up with tokens that are not expected to be right.  Raises OutOfPages with no request
-    changed.
+    ``max_draft`` is the most guesses that are asked for.  With ``graph`` the step is replayed;
+    requests with fewer guesses than it was captured for are filled up with tokens that are not
+    expected to be right.  Raises OutOfPages with no request changed.
     """
     fill = 0 if graph is None else graph.queries - 1
     guesses = [r.guesses + [r.tokens[-1]] * (fill - len(r.guesses)) for r in requests]

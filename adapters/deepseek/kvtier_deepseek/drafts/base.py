@@ -203,6 +203,7 @@ class CachedDraft(ABC):
 
     @property
     def ledger(self) -> Ledger:
+        """Which rows of each request are there.  Raises ConfigError where it is not attached."""
         if self._ledger is None:
             raise ConfigError("this draft is not attached; give it to attach(draft=...)")
         return self._ledger

@@ -16,7 +16,7 @@ __all__ = ["NGram"]
 class NGram:
     """Proposes what followed the latest earlier place that ends in the same tokens.
 
-    The longest ending is tried first, from ``longest`` tokens down to ``shortest``.
+    The longest ending is tried first, from ``longest`` tokens (4) down to ``shortest`` (1).
     """
 
     def __init__(self, *, longest: int = 4, shortest: int = 1) -> None:
