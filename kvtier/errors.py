@@ -45,19 +45,53 @@ class TokenError(KVTierError, ValueError):
 
 
 class OutOfPages(KVTierError):
-    """Not enough pages could be freed.  Nothing changed; shed load and try again."""
+    """Not enough pages could be freed.  Nothing changed; shed load and try again, unless
+    ``never_fits``.
 
-    def __init__(self, needed: int, available: int, what: str = "device pages") -> None:
-        super().__init__(
-            f"needed {needed} {what}, {available} could be freed; release leases or retry later"
-        )
+    ``held``: what the leases that asked hold already of what they need.
+    """
+
+    needed: int
+    """More than is held; of device pages unless the message names something else."""
+    available: int
+    """How many of these could be freed."""
+    capacity: int | None
+    """How many there are in all; None where leases or state slots were short."""
+    never_fits: bool
+    """The leases that asked would hold more than there are in all: to wait is of no use, nor to
+    release others."""
+
+    def __init__(
+        self,
+        needed: int,
+        available: int,
+        what: str = "device pages",
+        capacity: int | None = None,
+        held: int = 0,
+    ) -> None:
         self.needed = needed
         self.available = available
+        self.capacity = capacity
+        self.never_fits = capacity is not None and held + needed > capacity
         self._what = what
+        self._held = held
+        super().__init__(self._message())
 
-    def __reduce__(self) -> tuple[type["OutOfPages"], tuple[int, int, str]]:
+    def _message(self) -> str:
+        if not self.never_fits:
+            return (
+                f"needed {self.needed} {self._what}, {self.available} could be freed; "
+                "release leases or retry later"
+            )
+        beside = f" beside the {self._held} already held" if self._held else ""
+        return (
+            f"needed {self.needed} {self._what}{beside}, which can never fit: there are "
+            f"{self.capacity} in all; take fewer tokens or leases at once, or raise gpu_bytes"
+        )
+
+    def __reduce__(self) -> tuple[type["OutOfPages"], tuple[int, int, str, int | None, int]]:
         """It travels between processes as it was made, not as its message."""
-        return type(self), (self.needed, self.available, self._what)
+        return type(self), (self.needed, self.available, self._what, self.capacity, self._held)
 
 
 class CacheClosed(KVTierError):

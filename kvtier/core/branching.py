@@ -94,7 +94,12 @@ class Branching:
         if not self.tables.free:
             raise OutOfPages(1, 0, f"leases (max_leases={self.geometry.max_leases})")
         if missing := self.residency.evictor.room(GPU, len(copied)):
-            raise OutOfPages(len(copied), len(copied) - missing)
+            raise OutOfPages(
+                len(copied),
+                len(copied) - missing,
+                capacity=self.geometry.gpu_pages,
+                held=len(rec.device_pages(copied.stop)),
+            )
         tail = None
         if rec.tail is not None:
             held = self.geometry.windows_at(rec.length, self.geometry.max_draft)

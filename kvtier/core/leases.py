@@ -17,19 +17,16 @@ Frames of a lease's pages, in order:
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.copies import GPU, Copy
 from kvtier.core.load_costs import LoadCosts
 from kvtier.core.tree import NEVER, Node
 from kvtier.errors import LeaseNotReady, LeaseReleased
 from kvtier.tokens import TokenBuffer
 from kvtier.types import Identity, LeaseState, Span, Tier
-
-if TYPE_CHECKING:
-    from kvtier.core.copies import Copy
 
 __all__ = ["NEVER", "LeaseRecord", "LeaseTables", "Parked", "PinRecord", "PrefetchRecord", "Tail"]
 
@@ -58,9 +55,9 @@ class Parked:
     """Its path."""
     kept: int
     """How many of these are kept in some tier meanwhile."""
-    pages: "dict[int, Copy]" = field(default_factory=dict)
+    pages: dict[int, Copy] = field(default_factory=dict)
     """Private pages by number; host copies without a node."""
-    tail: "Copy | None" = None
+    tail: Copy | None = None
     windows: range = range(0)
     op_id: int = 0
     """The operation that parks, or brings back, the private part."""
@@ -69,7 +66,7 @@ class Parked:
     """The private part is, or may still be, whole."""
 
     @property
-    def copies(self) -> "list[Copy]":
+    def copies(self) -> list[Copy]:
         return [*self.pages.values(), *([self.tail] if self.tail is not None else [])]
 
 
@@ -137,6 +134,13 @@ class LeaseRecord:
             f"lease {self.id} {self.label!r} is {self.state.value}; "
             "wait on `ready` or resume() first"
         )
+
+    def device_pages(self, pages: int) -> set[int]:
+        """Device frames that cannot be others' while it stands on its first ``pages`` pages: those
+        it reads and writes, and where these are its own of a page known before, the known one's
+        too."""
+        known = (node.copies[GPU] for node in self.nodes)
+        return {*self.frames[:pages], *(f for copy in known if copy for f in copy.frames)}
 
     @property
     def state_slot(self) -> int:

@@ -139,7 +139,7 @@ class Restore:
             if not limit:
                 if self.geometry.has_tails and not self.tails.states.free:
                     raise OutOfPages(1, 0, "state slots")
-                raise OutOfPages(spare, spare - lacking)
+                raise OutOfPages(spare, spare - lacking, capacity=res.geometry.gpu_pages)
             limit = shorter
         rec.spare.extend(self.operations.private.take(spare))
         rec.nodes, rec.state = use, LeaseState.RESTORING

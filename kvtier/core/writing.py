@@ -61,18 +61,30 @@ class Writing:
             rec.check_active()
         windows = self._windows_due(recs, counts) if self.geometry.window else []
         if short:
-            self._grow(short)
+            self._grow(short, recs, counts)
         if not self.geometry.has_tails:
             return []
         self._grow_windows(windows)
         return self._captures(recs, counts)
 
-    def _grow(self, short: Sequence[tuple[LeaseRecord, int]]) -> None:
+    def _grow(
+        self,
+        short: Sequence[tuple[LeaseRecord, int]],
+        recs: Sequence[LeaseRecord],
+        counts: Sequence[int],
+    ) -> None:
         page = self.geometry.page_tokens
         needs = [-(-(rec.length + n) // page) - len(rec.frames) for rec, n in short]
         total = sum(needs)
         if missing := self.residency.evictor.room(GPU, total):
-            raise OutOfPages(total, total - missing)
+            held = {
+                frame
+                for rec, n in zip(recs, counts, strict=True)
+                for frame in rec.device_pages(-(-(rec.length + n) // page))
+            }
+            raise OutOfPages(
+                total, total - missing, capacity=self.geometry.gpu_pages, held=len(held)
+            )
         for (rec, _), need in zip(short, needs, strict=True):
             frames = self.operations.private.take(need)
             self.tables.put(rec.row, len(rec.frames), frames)
@@ -102,16 +114,18 @@ class Writing:
         """Which window pages the new tokens touch; raises OutOfPages if they do not fit."""
         g = self.geometry
         wanted: list[tuple[LeaseRecord, range]] = []
-        need = 0
+        need = held = 0
         for rec, n in zip(recs, counts, strict=True):
             if not n:
                 continue
             assert rec.tail is not None
             pages = range(rec.length // g.window_page, (rec.length + n - 1) // g.window_page + 1)
             need += sum(p not in rec.tail.windows for p in pages)
+            held += sum(p < pages.stop for p in rec.tail.windows)
             wanted.append((rec, pages))
-        if need > self.tails.windows.free:
-            raise OutOfPages(need, self.tails.windows.free, "window pages")
+        pool = self.tails.windows
+        if need > pool.free:
+            raise OutOfPages(need, pool.free, "window pages", pool.size, held)
         return wanted
 
     def _grow_windows(self, wanted: Sequence[tuple[LeaseRecord, range]]) -> None:

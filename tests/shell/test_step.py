@@ -220,6 +220,7 @@ def test_out_of_pages_changes_nothing() -> None:
             raise AssertionError("not reached")
         assert caught.value.needed == 5
         assert caught.value.available == 4
+        assert caught.value.never_fits  # the two of them
         assert cache._core.digest() == before
         feed(cache, two, prompt(16, 1))  # alone it fits
     cache.close(drain=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -389,6 +390,68 @@ def test_out_of_pages_says_how_many() -> None:
         made.core.open(packed([1]))
     with pytest.raises(OutOfPages, match="max_leases=8"):
         made.core.fork(rec)
+
+
+def refused(made: FakeServer, recs: list[LeaseRecord], counts: list[int]) -> OutOfPages:
+    """What a reserve raises, which changes nothing."""
+    before = made.core.digest()
+    with pytest.raises(OutOfPages) as failure:
+        made.core.reserve(recs, counts)
+    assert made.core.digest() == before
+    return failure.value
+
+
+def test_what_can_never_fit_is_told_from_what_cannot_now() -> None:
+    """By all that the leases of a call would hold, not by what they ask for beyond it."""
+    made = plain(gpu=4)
+    rec, other = lease(made, [1]), lease(made, [9])
+    assert made.step([rec, other], [[1, 2, 3], [9]])
+    now = refused(made, [rec], [5])
+    assert (now.needed, now.available, now.capacity, now.never_fits) == (2, 1, 4, False)
+    never = refused(made, [rec], [6])
+    assert (never.needed, never.capacity, never.never_fits) == (3, 4, True)
+    assert refused(made, [rec, other], [5, 1]).never_fits  # the two of them
+    with pytest.raises(OutOfPages) as failure:
+        made.core.open(packed([7]), reserve=8)
+    assert not failure.value.never_fits
+    with pytest.raises(OutOfPages) as failure:
+        made.core.open(packed([7]), reserve=9)
+    assert failure.value.never_fits and failure.value.capacity == 4
+    made.run(made.core.release(other))
+    made.core.reserve([rec], [5])
+    assert made.step([rec], [[4] * 4])
+    with pytest.raises(OutOfPages) as failure:
+        made.core.fork(rec)
+    assert failure.value.never_fits  # of seven tokens the copied page would be the fifth
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_what_fits_at_all_fits_once_others_are_gone(windows: bool) -> None:
+    """And what can never fit does not even then: of pages, shared and not, and of window pages."""
+    rng, told = random.Random(7), []
+    for _ in range(300):
+        few = rng.randint(3, 6)
+        made = windowed(window_page=2, gpu_windows=few) if windows else plain(gpu=few)
+        recs = [lease(made, [1, 2, 3]) for _ in range(2)]
+        for rec in recs:
+            made.step([rec], [[rng.randint(1, 2)] * rng.randint(1, 4)])
+        if not windows and made.core.residency.pools[GPU].free:
+            recs.append(made.core.fork(recs[0])[0])
+        asked = rng.sample(recs, rng.randint(1, len(recs)))
+        counts = [rng.randint(1, 7) for _ in asked]
+        try:
+            made.core.reserve(asked, counts)
+        except OutOfPages as failure:
+            told.append(failure.never_fits)
+            for rec in recs:
+                if rec not in asked:
+                    made.run(made.core.release(rec))
+            made.drain()
+            if failure.never_fits:
+                assert refused(made, asked, counts).never_fits
+            else:
+                made.core.reserve(asked, counts)
+    assert 20 < sum(told) < len(told) - 20
 
 
 # ---------------------------------------------------------------------- pause and resume
