@@ -2,6 +2,7 @@
 without a trace, bounded in memory.  ``test_attach`` has the same of plain V2 and V3 models."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtier import Cache, KVTierError
+from kvtier.kernels import Kernel
 from kvtier_deepseek import attach
 from tests.adapter import swa_kit, v32_kit
 from tests.adapter.models import full_logits, random_tokens, tiny_model
@@ -114,6 +116,30 @@ def test_both_names_of_hfs_cache(kind: str, keyword: str) -> None:
     before = native()
     with opened(kind, model) as cache, attach(model, cache):
         assert torch.equal(native(), before)
+
+
+@kinds
+def test_a_warm_up_runs_every_kernel_and_touches_no_page(kind: str) -> None:
+    """E9: those of decode steps, and of chunks where they are others."""
+    model, called = model_of(kind), set()
+
+    def listening(name: str, kernel: Kernel) -> Kernel:
+        def run(*arguments: Any, **options: Any) -> Any:
+            called.add(name)
+            return kernel.run(*arguments, **options)
+
+        return replace(kernel, run=run)
+
+    with opened(kind, model) as cache, attach(model, cache) as adapter:
+        for layer in adapter._family.layers:
+            mine = getattr(layer, "full", layer)
+            heard = {name: listening(name, kernel) for name, kernel in mine.kernels.items()}
+            object.__setattr__(mine, "kernels", heard)
+        adapter.warmup()
+        chunks = {"mla_materialised"} if kind == "windows" else set()
+        assert called >= {*adapter._family.decoding, *chunks}
+        pool: Any = cache._pool
+        assert all(bool((pages == 0xFF).all()) for pages in pool._storage.values())
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["absorbed", "not absorbable"])
