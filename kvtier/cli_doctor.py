@@ -49,6 +49,8 @@ DISTRIBUTIONS = {"flashinfer": "flashinfer-python"}
 """Where a module's package has another name."""
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "ceph", "9p", "glusterfs")
 """File systems whose locks and memory maps are not to be relied on."""
+VOLATILE = ("tmpfs", "ramfs")
+"""File systems that are memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,9 @@ def add_doctor(commands: "Commands") -> None:
         "doctor",
         help="say what is installed, which kernels would run, and what is in the way",
         description="Looks at packages, the device, the kernels that would run on it and why, "
-        "limits of memory and, if one is given, a directory for the disk tier.  Changes nothing; "
-        "a file is created in the directory and removed again.",
+        "limits of memory and, if one is given, a directory for the disk tier: what file system it "
+        "is on, how much is free, whether it takes files and direct I/O, not how fast it is.  "
+        "Changes nothing; a file is created in the directory and removed again.",
         epilog="Exit status: 0 a cache can run here, 1 something keeps it from running.",
     )
     doctor.add_argument(
@@ -273,6 +276,7 @@ def _disk(path: Path, found: list[Finding]) -> dict[str, Any]:
     told: dict[str, Any] = {
         "path": str(path),
         "exists": os.path.exists(path),
+        "place": None,
         "filesystem": None,
         "writable": False,
         "direct_io": None,
@@ -284,7 +288,7 @@ def _disk(path: Path, found: list[Finding]) -> dict[str, Any]:
         why = f"{path} cannot be looked at: {error.strerror}"
         found.append(Finding(why, "give it to this user, or name another disk_path", grave=True))
         return told
-    told["filesystem"] = _filesystem(place)
+    told["place"], told["filesystem"] = str(place), _filesystem(place)
     if not os.path.isdir(place):
         found.append(Finding(f"{place} is not a directory", "name another disk_path", grave=True))
         return told
@@ -296,6 +300,21 @@ def _disk(path: Path, found: list[Finding]) -> dict[str, Any]:
         why = f"{place} cannot be written: {error.strerror}"
         found.append(Finding(why, "give it to this user, or name another disk_path", grave=True))
         return told
+    if not told["exists"]:
+        found.append(
+            Finding(
+                f"{path} is not there: a cache would make it, in {place}",
+                "if a disk belongs there, mount it first",
+            )
+        )
+    if told["filesystem"] in VOLATILE:
+        found.append(
+            Finding(
+                f"{place} is on {told['filesystem']}, which is memory: what is stored there does "
+                "not survive a reboot",
+                "use a local disk",
+            )
+        )
     if not told["direct_io"]:
         found.append(
             Finding(
@@ -427,8 +446,11 @@ def _pinned(pinned: bool | None) -> str:
 
 
 def _disk_told(disk: Mapping[str, Any]) -> str:
+    where = disk["filesystem"] or "unknown file system"
+    if not disk["exists"] and disk["place"] is not None:
+        where = f"not there; {disk['place']}: {where}"
     parts = [
-        f"{disk['path']} ({disk['filesystem'] or 'unknown file system'})",
+        f"{disk['path']} ({where})",
         f"{_size(disk['free_bytes'])} free",
         "writable" if disk["writable"] else "not writable",
         {None: "direct I/O unknown", True: "direct I/O", False: "no direct I/O"}[disk["direct_io"]],

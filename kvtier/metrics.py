@@ -14,9 +14,9 @@ Sample = tuple[dict[str, str], int]
 _FRAME_STATES = ("free", "resident", "reserved", "in_flight", "quarantined")
 _COUNTED = {
     "lookups": "Leases opened.",
-    "lookup_tokens": "Prompt tokens of leases.",
-    "computed_tokens": "Prompt tokens computed.",
-    "recomputed_tokens": "Of these, tokens that were cached, but faster to compute than to load.",
+    "lookup_tokens": "Prompt tokens of leases that became active.",
+    "computed_tokens": "Of these, left to compute at that moment, whether they were fed or not.",
+    "recomputed_tokens": "Of those, cached all the same, but faster to compute than to load.",
     "forgotten_leases": "Leases that were never released; the log says which line opened them.",
     "dropped_stores": "Pages not kept in a lower tier: no room, not admitted, or an error.",
 }

@@ -169,8 +169,11 @@ class CacheStats:
     """
 
     lookups: int = 0
+    """Leases opened."""
     lookup_tokens: int = 0
+    """Prompt tokens of leases that became active."""
     computed_tokens: int = 0
+    """Of these: left to compute at that moment, whether they were fed to the model then or not."""
     recomputed_tokens: int = 0
     """Of ``computed_tokens``: known in some tier, but faster to compute than to load."""
     leases: int = 0

@@ -244,9 +244,30 @@ class TestDisk:
     def test_one_that_does_not_exist_yet(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        status, told = report(capsys, "--disk", str(tmp_path / "a" / "b"))
+        path = tmp_path / "a" / "b"
+        status, told = report(capsys, "--disk", str(path))
         assert status == 0 and told["disk"]["writable"] and not told["disk"]["exists"]
+        assert told["disk"]["place"] == str(tmp_path)
+        what = [each["what"] for each in told["findings"]]
+        assert f"{path} is not there: a cache would make it, in {tmp_path}" in what
+        assert main(["doctor", "--disk", str(path)]) == 0
+        assert f"{path} (not there; {tmp_path}: " in capsys.readouterr().out
         assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "ext4"])
+    def test_memory_does_not_survive_a_reboot(
+        self,
+        kind: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr(cli_doctor, "_filesystem", lambda _: kind)
+        status, told = report(capsys, "--disk", str(tmp_path))
+        what = [each["what"] for each in told["findings"]]
+        named = any(f"{kind}, which is memory" in each and "reboot" in each for each in what)
+        assert status == 0 and named == (kind != "ext4")
+        assert not any("is not there" in each for each in what)
 
     def test_a_file_in_its_place(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "kv").write_text("")

@@ -96,3 +96,16 @@ def test_a_cache_speaks_it() -> None:
     assert after.keys() == before.keys()
     assert all(after[k] >= before[k] for k in after if k[0].endswith("_total"))
     cache.close()
+
+
+def test_computed_is_what_was_left_to_compute_fed_or_not() -> None:
+    from tests.shell.kit import make, prompt
+
+    cache, _ = make()
+    with cache.lease(prompt(9)) as lease:
+        lease.ready.result(timeout=300)
+    text = cache.prometheus()
+    assert parse(text)["kvtier_computed_tokens_total", frozenset()] == 9
+    help_line = next(x for x in text.splitlines() if x.startswith("# HELP kvtier_computed_tokens"))
+    assert "left to compute" in help_line and "fed or not" in help_line
+    cache.close()
