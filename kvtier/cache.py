@@ -166,9 +166,8 @@ class Cache:
             self._close_store()
         if survivors:
             listed = ", ".join(f"{r.label!r} opened at {r.opened_at}" for r in survivors)
-            raise LeaseError(
-                f"the cache was closed with {len(survivors)} open leases, now released: {listed}"
-            )
+            leases = "1 open lease" if len(survivors) == 1 else f"{len(survivors)} open leases"
+            raise LeaseError(f"the cache was closed with {leases}, now released: {listed}")
 
     @property
     def closed(self) -> bool:

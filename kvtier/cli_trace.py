@@ -79,10 +79,7 @@ def _gib(text: str) -> int:
 
 def _simulate(options: argparse.Namespace) -> int:
     sizes = _sizes(options)
-    path = Path(options.trace)
-    if not path.exists() and (shipped := SHIPPED / f"{options.trace}.jsonl").is_file():
-        path = shipped
-    trace = load(path)
+    trace = load(_path(options.trace))
     if options.policy in ("infinite", "belady"):
         pages = 1 << 62
         if options.policy == "belady":
@@ -113,6 +110,22 @@ def _simulate(options: argparse.Namespace) -> int:
         text = f"{value:.2f} %" if name == "hit_rate" else f"{value}"
         print(f"{name.replace('_', ' '):18} {text}")
     return 0
+
+
+def _path(given: str) -> Path:
+    """A file, or the one of that name that a clone has."""
+    path, shipped = Path(given), SHIPPED / f"{given}.jsonl"
+    if path.exists() or given != path.stem:
+        return path
+    if shipped.is_file():
+        return shipped
+    if not SHIPPED.is_dir():
+        raise ConfigError(
+            f"{given}: no such file; traces that go by a name come with a clone, in "
+            "benchmarks/traces, not with an installed package"
+        )
+    names = ", ".join(sorted(each.stem for each in SHIPPED.glob("*.jsonl")))
+    raise ConfigError(f"{given}: no such file, and no trace of that name; there are {names}")
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:

@@ -100,6 +100,7 @@ class DeviceStep:
 
     __slots__ = (
         "_late",
+        "_layers",
         "_pool",
         "block_table",
         "captures",
@@ -139,6 +140,7 @@ class DeviceStep:
         self.max_query_len: int = int(step.query_lens.max(initial=1))
         """Known on the host: the longest row of new tokens."""
         self.max_kv_len: int = int(step.kv_lens.max(initial=0))
+        self._layers = frozenset().union(*[c.layers for c in step.layout.components])
         self._pool = pool
         self._late = late
 
@@ -146,12 +148,16 @@ class DeviceStep:
         """Pages of one layer.  A layer cannot be left out or mixed up by accident.
 
         A prefix may still be on its way from the host, layer by layer: what is queued on the
-        current stream from here on waits for this one.
+        current stream from here on waits for this one.  Raises ConfigError for a layer that the
+        layout does not have.
         """
         if self._pool is None:
             raise ConfigError(
                 "this cache's transfer has no device pool that a model could read and write"
             )
+        if layer not in self._layers:
+            known = f"{min(self._layers)} to {max(self._layers)}"
+            raise ConfigError(f"the layout has no layer {layer}: its layers are {known}")
         for arrival in self._late:
             arrival.wait(layer)
         return LayerView(self._pool, layer)

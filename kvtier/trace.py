@@ -109,12 +109,14 @@ def load(path: str | PathLike[str], name: str | None = None) -> Trace:
     for number, line in rows:
         try:
             row = json.loads(line)
+            if not isinstance(row, dict):
+                raise TypeError(f"not an object, {row!r:.40}")
             if "requests" in row:
                 size, found = int(row["block_tokens"]), _conversation(row, numbers)
             else:
                 size, found = REQUEST_BLOCK, [_request(row, numbers)]
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path}:{number} is not of a trace: {error!r}") from error
+            raise ConfigError(f"{path}:{number} is not of a trace: {_why(error)}") from error
         if block not in (0, size):
             raise ConfigError(f"{path}:{number} has blocks of {size} tokens after {block}")
         block = size
@@ -123,6 +125,14 @@ def load(path: str | PathLike[str], name: str | None = None) -> Trace:
         raise ConfigError(f"{path}: more than 2**31 different tokens")
     timed.sort(key=lambda pair: pair[0])  # stable: what came at one time stays in order
     return Trace(label, block, [request for _, request in timed])
+
+
+def _why(error: KeyError | TypeError | ValueError) -> str:
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON ({error.msg} at column {error.colno})"
+    return str(error)
 
 
 class _Numbers:

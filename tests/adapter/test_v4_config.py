@@ -1,6 +1,7 @@
 """From a V4 configuration, in either schema, to a layout; all else is refused by name."""
 
 import json
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,16 +221,25 @@ def test_hfs_defaults_describe_no_released_model() -> None:
         ("record 'dense'", {"record": "dense"}),
         ("index_record 'fp4'", {"index_record": "fp4"}),
         ("tail 'all'", {"tail": "all"}),
-        ("dtype", {"dtype": "float32"}),
-        ("page_tokens=128", {"page_tokens": 1000}),
+        ("dtype 'float32': leave it out; .*record='fp32'", {"dtype": "float32"}),
+        ("pages of 1000 tokens", {"page_tokens": 1000}),
         ("page_tokens must be", {"page_tokens": 256.0}),
         ("page_tokens must be", {"page_tokens": "256"}),
         ("page_tokens must be", {"page_tokens": 0}),
     ],
 )
 def test_arguments(named: str, options: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModel):
+    with pytest.raises(UnsupportedModel, match=named):
         layout_for(raw(FLASH), **options)
+
+
+@pytest.mark.parametrize("model", ["V3", "V32", "V4"])
+def test_a_mistake_is_told_once(model: str) -> None:
+    """Not as two exceptions, one within the other."""
+    config = raw(FLASH) if model == "V4" else getattr(transformers, f"Deepseek{model}Config")()
+    with pytest.raises(UnsupportedModel, match="page_tokens must be") as told:
+        layout_for(config, page_tokens=0)
+    assert "".join(traceback.format_exception(told.value)).count("Traceback") == 1
 
 
 @pytest.mark.parametrize("option", ["index_record", "tail"])

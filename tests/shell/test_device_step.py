@@ -135,8 +135,9 @@ def test_layers_are_the_pool_and_apart(real: kvtier.Cache) -> None:
             others = torch.ones(len(rows), dtype=torch.bool)
             others[where] = False
             assert not rows[others].any()
-        with pytest.raises(ConfigError, match="layer 2"):
-            device.layer(2).rows("latent")
+        for layer in (2, -1):
+            with pytest.raises(ConfigError, match=f"no layer {layer}: its layers are 0 to 1"):
+                device.layer(layer)
         with pytest.raises(ConfigError, match="'keys'"):
             device.layer(0).rows("keys")
 

@@ -389,7 +389,7 @@ def test_close_does_not_wait_for_a_disk_that_hangs(caplog: pytest.LogCaptureFixt
     prefetch = cache.prefetch(prompt(9))
     fill(cache, prompt(9, 1))
     flushed = cache.flush()
-    with pytest.raises(kvtier.LeaseError, match="1 open leases"):
+    with pytest.raises(kvtier.LeaseError, match="closed with 1 open lease, now released"):
         cache.close()
     assert cache.closed
     assert not store.closed

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier import cli_trace
 from kvtier.cli import main
 
 ROW = {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [7, 9, 11]}
@@ -86,6 +87,44 @@ def test_files_that_are_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[s
         simulate(str(bad), "--host-gib", "much")
     with pytest.raises(SystemExit):
         simulate(str(bad), "--policy", "best")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"a": 1}', "it has no 'input_length'"),
+        ('{"requests": []}', "it has no 'block_tokens'"),
+        ("{'a': 1}", "it is not JSON ("),
+        ("[1, 2]", "not an object, [1, 2]"),
+        ('{"input_length": 9, "hash_ids": 7}', "object of type 'int' has no len()"),
+        ('{"input_length": 9, "hash_ids": []}', "0 blocks of 512 for 9 tokens"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said_in_words(
+    line: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps(ROW) + "\n" + line + "\n")
+    assert simulate(str(bad)) == 2
+    said = capsys.readouterr().err
+    assert f"bad.jsonl:2 is not of a trace: {told}" in said
+    assert "Error" not in said
+
+
+def test_named_traces_come_with_a_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate("conversations") == 2
+    said = capsys.readouterr().err
+    assert "conversations: no such file, and no trace of that name" in said
+    assert "agentic, conversation" in said
+    monkeypatch.setattr(cli_trace, "SHIPPED", tmp_path / "benchmarks" / "traces")
+    assert simulate("conversation") == 2
+    said = capsys.readouterr().err
+    assert "conversation: no such file" in said and "come with a clone" in said
+    for path in ("conversation.jsonl", "traces/conversation"):
+        assert simulate(path) == 2
+        assert capsys.readouterr().err == f"kvtier: {path}: no such file or directory\n"
 
 
 def test_shipped_traces_go_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,10 @@ def layout_for(
     model_type = getattr(config, "model_type", None)
     if model_type in v4_config.MODEL_TYPES:
         if dtype is not None:
-            raise UnsupportedModel(f"dtype {dtype!r}: V4's values are of its record formats' types")
+            raise UnsupportedModel(
+                f"dtype {dtype!r}: leave it out; the types of V4's values are those of its record "
+                "formats (record='fp32' and index_record='fp32' keep float32)"
+            )
         if window_record is not None:
             raise UnsupportedModel(f"window_record {window_record!r}: V4's windows are as record")
         return v4_config.layout_for(

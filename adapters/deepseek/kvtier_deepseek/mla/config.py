@@ -62,8 +62,8 @@ def layout_for(
             **_window_options(config, dims, window_record),
             **_draft_options(config, draft, values),
         )
-    except ConfigError as error:
-        raise UnsupportedModel(str(error)) from error
+    except ConfigError as error:  # what the caller or the configuration gave, said once
+        raise UnsupportedModel(str(error)) from None
 
 
 def head_dims(config: Any) -> HeadDims:

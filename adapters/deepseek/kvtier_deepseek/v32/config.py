@@ -75,8 +75,8 @@ def layout_for(
             page_tokens=PAGE_TOKENS if page_tokens is None else page_tokens,
             max_draft=max_draft,
         )
-    except ConfigError as error:
-        raise UnsupportedModel(str(error)) from error
+    except ConfigError as error:  # what the caller or the configuration gave, said once
+        raise UnsupportedModel(str(error)) from None
 
 
 def attention_of(config: Any) -> Attention:

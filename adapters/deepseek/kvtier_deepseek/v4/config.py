@@ -100,8 +100,8 @@ def layout_for(
             max_draft=max_draft,
             **_draft_options(config, draft, record),
         )
-    except ConfigError as error:
-        raise UnsupportedModel(str(error)) from error
+    except ConfigError as error:  # what the caller or the configuration gave, said once
+        raise UnsupportedModel(str(error)) from None
 
 
 def _draft_options(config: Any, draft: str | None, record: str) -> dict[str, Any]:
