@@ -44,6 +44,8 @@ class DeviceRows(Protocol):
     """The device pool, as far as a model addresses it (``DeviceTransfer.pool`` is one)."""
 
     device: "torch.device"
+    layers: frozenset[int]
+    """All that the layout has."""
 
     def rows(self, component: str, layer: int) -> "torch.Tensor":
         """(slots, values) view of one component in one layer; slot i is row i."""
@@ -100,7 +102,6 @@ class DeviceStep:
 
     __slots__ = (
         "_late",
-        "_layers",
         "_pool",
         "block_table",
         "captures",
@@ -140,7 +141,6 @@ class DeviceStep:
         self.max_query_len: int = int(step.query_lens.max(initial=1))
         """Known on the host: the longest row of new tokens."""
         self.max_kv_len: int = int(step.kv_lens.max(initial=0))
-        self._layers = frozenset().union(*[c.layers for c in step.layout.components])
         self._pool = pool
         self._late = late
 
@@ -155,8 +155,8 @@ class DeviceStep:
             raise ConfigError(
                 "this cache's transfer has no device pool that a model could read and write"
             )
-        if layer not in self._layers:
-            known = f"{min(self._layers)} to {max(self._layers)}"
+        if layer not in self._pool.layers:
+            known = f"{min(self._pool.layers)} to {max(self._pool.layers)}"
             raise ConfigError(f"the layout has no layer {layer}: its layers are {known}")
         for arrival in self._late:
             arrival.wait(layer)

@@ -57,6 +57,8 @@ class DevicePool:
             for c in layout.components
             for layer in c.layers
         }
+        self.layers = frozenset(layer for _, layer in self._storage)
+        """All that the layout has, those without history too."""
         # Each frame starts aligned, whatever its length, so that a section may have any dtype.
         stride = -(-layout.checkpoint_bytes() // CHECKPOINT_ALIGN) * CHECKPOINT_ALIGN
         self.checkpoints = torch.zeros(
