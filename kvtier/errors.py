@@ -56,7 +56,8 @@ class OutOfPages(KVTierError):
     available: int
     """How many of these could be freed."""
     capacity: int | None
-    """How many there are in all; None where leases or state slots were short."""
+    """How many there are in all; None of leases and state slots, and where a truncate or a resume
+    asked."""
     never_fits: bool
     """The leases that asked would hold more than there are in all: to wait is of no use, nor to
     release others."""
@@ -83,10 +84,11 @@ class OutOfPages(KVTierError):
                 f"needed {self.needed} {self._what}, {self.available} could be freed; "
                 "release leases or retry later"
             )
+        sized_by = "max_leases" if self._what == "window pages" else "gpu_bytes"
         beside = f" beside the {self._held} already held" if self._held else ""
         return (
             f"needed {self.needed} {self._what}{beside}, which can never fit: there are "
-            f"{self.capacity} in all; take fewer tokens or leases at once, or raise gpu_bytes"
+            f"{self.capacity} in all; take fewer tokens or leases at once, or raise {sized_by}"
         )
 
     def __reduce__(self) -> tuple[type["OutOfPages"], tuple[int, int, str, int | None, int]]:

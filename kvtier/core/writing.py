@@ -114,17 +114,17 @@ class Writing:
         """Which window pages the new tokens touch; raises OutOfPages if they do not fit."""
         g = self.geometry
         wanted: list[tuple[LeaseRecord, range]] = []
-        need = held = 0
+        need = 0
         for rec, n in zip(recs, counts, strict=True):
             if not n:
                 continue
             assert rec.tail is not None
             pages = range(rec.length // g.window_page, (rec.length + n - 1) // g.window_page + 1)
             need += sum(p not in rec.tail.windows for p in pages)
-            held += sum(p < pages.stop for p in rec.tail.windows)
             wanted.append((rec, pages))
         pool = self.tails.windows
         if need > pool.free:
+            held = sum(p < pages.stop for r, pages in wanted if r.tail for p in r.tail.windows)
             raise OutOfPages(need, pool.free, "window pages", pool.size, held)
         return wanted
 

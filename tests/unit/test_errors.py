@@ -32,3 +32,10 @@ def test_out_of_pages_says_what_can_never_fit(capacity: int | None, held: int, s
     assert str(error).startswith(said)
     assert error.never_fits == ("never" in said)
     assert ("retry later" in str(error)) != ("raise gpu_bytes" in str(error))
+
+
+@pytest.mark.parametrize(
+    ("what", "sized_by"), [("device pages", "gpu_bytes"), ("window pages", "max_leases")]
+)
+def test_out_of_pages_names_the_size_that_its_pages_go_by(what: str, sized_by: str) -> None:
+    assert str(OutOfPages(6, 3, what, 5)).endswith(f"at once, or raise {sized_by}")
