@@ -14,7 +14,6 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, final
 from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -22,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from kvtier import (
     CacheClosed,
     ConfigError,
-    DeviceStep,
     KVTierError,
     LayoutMismatch,
     Step,
@@ -35,7 +33,7 @@ from kvtier_deepseek.drafts.base import CachedDraft, Tap
 from kvtier_deepseek.drafts.blank import BlankDraft
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.family import Family, LayerAttention, Run
-from kvtier_deepseek.metadata import DeviceStepLike, StepLike
+from kvtier_deepseek.metadata import DeviceStepLike, StepLike, check_is_step
 from kvtier_deepseek.mla.family import mla_family
 from kvtier_deepseek.v4.family import v4_family
 from kvtier_deepseek.v4.structure import looks_like_v4
@@ -283,7 +281,7 @@ class Adapter:
     def _check(self, step: StepLike) -> None:
         """What must hold before anything of the step goes to the device."""
         self._check_attached()
-        _check_kind(step)
+        check_is_step(step)
         if _made_by_kvtier(step):
             self._check_layout(step)
         self._check_ids(step)
@@ -478,19 +476,6 @@ def _place(family: Family) -> str:
     """Type and device of what attention computes with, by a norm: other weights may be packed."""
     parameters = family.layers[0].module.parameters()
     return next((f"{p.dtype} on {p.device}" for p in parameters if p.dim() == 1), "nothing")
-
-
-def _check_kind(step: object) -> None:
-    """A step's arrays are read on the host first: its device arrays alone would not do."""
-    if isinstance(step, DeviceStep):
-        raise ConfigError(
-            "the adapter was given step.to_device(); pass the step itself, adapter(step): it makes "
-            "the device arrays"
-        )
-    if not isinstance(getattr(step, "query_lens", None), np.ndarray):
-        raise ConfigError(
-            f"the adapter takes a kvtier.Step, or arrays on the host like one's, got {step!r:.80}"
-        )
 
 
 def _made_by_kvtier(step: object) -> bool:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvtier import LayoutMismatch, TokenError
+from kvtier import ConfigError, DeviceStep, LayoutMismatch, TokenError
 from kvtier.layouts import Layout
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "TailDeviceStepLike",
     "TailRows",
     "TailStepLike",
+    "check_is_step",
     "row_lens",
     "upload",
     "validate_step",
@@ -143,6 +144,20 @@ def upload(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     """A copy on ``device``, queued on its current stream without waiting."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def check_is_step(step: object) -> None:
+    """Raises ConfigError for anything else: a step's arrays are read on the host first, so those on
+    the device alone would not do."""
+    if isinstance(step, DeviceStep):
+        raise ConfigError(
+            "the adapter was given step.to_device(); pass the step itself, adapter(step): it makes "
+            "the device arrays"
+        )
+    if not isinstance(getattr(step, "query_lens", None), np.ndarray):
+        raise ConfigError(
+            f"the adapter takes a kvtier.Step, or arrays on the host like one's, got {step!r:.80}"
+        )
 
 
 def validate_step(

@@ -7,7 +7,7 @@ the rest of the prompt in chunks, then decode token by token, each through ``Cac
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -17,7 +17,9 @@ from kvtier_deepseek.attach import Adapter
 if TYPE_CHECKING:
     from kvtier import Cache, Lease
 
-__all__ = ["Generation", "generate"]
+__all__ = ["Generation", "generate", "with_room"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +109,19 @@ def generate(
     )
 
 
-def _step(adapter: Adapter, cache: "Cache", lease: "Lease", tokens: Sequence[int]) -> Tensor:
+def with_room(cache: "Cache", call: Callable[[], T]) -> T:
+    """What ``call`` returns, made a second time where pages of earlier requests were still being
+    copied down: these can be had when that is done.  Raises OutOfPages if they do not do."""
     try:
-        return _step_now(adapter, cache, lease, tokens)
+        return call()
     except OutOfPages:
-        # Pages of earlier requests that are still being copied down can be had when that is done.
         cache.flush(to=Tier.CPU).result()
-        return _step_now(adapter, cache, lease, tokens)
+        return call()
 
 
-def _step_now(adapter: Adapter, cache: "Cache", lease: "Lease", tokens: Sequence[int]) -> Tensor:
-    with cache.step([(lease, tokens)]) as step:
-        return adapter(step)
+def _step(adapter: Adapter, cache: "Cache", lease: "Lease", tokens: Sequence[int]) -> Tensor:
+    def now() -> Tensor:
+        with cache.step([(lease, tokens)]) as step:
+            return adapter(step)
+
+    return with_room(cache, now)

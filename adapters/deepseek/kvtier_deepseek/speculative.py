@@ -6,15 +6,16 @@ choice after the last right one is the next certain token.  The text is therefor
 decoding without drafts gives, whoever guesses and however badly.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvtier import ConfigError, OutOfPages, Tier, TokenError
+from kvtier import ConfigError, Tier, TokenError
 from kvtier_deepseek.attach import Adapter
 from kvtier_deepseek.decode import DecodeGraph
 from kvtier_deepseek.drafts.base import Continuation, Proposer
+from kvtier_deepseek.runner import with_room
 
 if TYPE_CHECKING:
     from kvtier import Cache, Lease
@@ -105,9 +106,7 @@ def speculate(
         while lease.num_tokens < len(prompt):
             prefill(adapter, cache, request, proposer, chunk=chunk, max_draft=wanted)
         while not request.done:
-            _with_room(
-                cache, partial(verify, adapter, cache, [request], proposer, max_draft=wanted)
-            )
+            with_room(cache, partial(verify, adapter, cache, [request], proposer, max_draft=wanted))
     return Speculation(
         tokens=tuple(request.tokens[len(prompt) :]),
         prompt_tokens=len(prompt),
@@ -131,7 +130,7 @@ def prefill(
     """One chunk of a request's prompt; the last one gives its first token, and guesses."""
     lease, done = request.lease, request.lease.num_tokens
     work = request.tokens[done : lease.chunk_end(done, done + chunk)]
-    _with_room(cache, partial(_prefill_now, adapter, cache, request, proposer, work, max_draft))
+    with_room(cache, partial(_prefill_now, adapter, cache, request, proposer, work, max_draft))
 
 
 def verify(
@@ -179,15 +178,6 @@ def verify(
         request.rounds += 1
         request.proposed += len(fed)
         request.accepted += len(new) - 1
-
-
-def _with_room(cache: "Cache", step: Callable[[], None]) -> None:
-    try:
-        step()
-    except OutOfPages:
-        # Pages of earlier requests that are still being copied down can be had when that is done.
-        cache.flush(to=Tier.CPU).result()
-        step()
 
 
 def _right(request: Request, guesses: Sequence[int], chosen: Sequence[int]) -> list[int]:
