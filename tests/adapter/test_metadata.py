@@ -8,7 +8,7 @@ import pytest
 
 from kvtier import LayoutMismatch, TokenError
 from kvtier.layouts import mla
-from kvtier_deepseek import Adapter, attach, layout_for, validate_step
+from kvtier_deepseek import attach, layout_for, validate_step
 from tests.adapter.fake_step import FakeCache, FakeSequence, FakeStep
 from tests.adapter.models import tiny_model
 
@@ -172,12 +172,11 @@ def test_the_adapter_knows_its_pool_and_its_vocabulary() -> None:
     assert cache.layers[0]._rows.isnan().all()
 
 
-def test_negative_ids_are_refused_in_steps_that_need_no_check(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_negative_ids_are_refused_by_a_check_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of arrays is left out for steps that kvtier made."""
     model = tiny_model("v3")
     cache = FakeCache(layout_for(model.config, page_tokens=PAGE, dtype="float32"))
-    monkeypatch.setitem(Adapter.forward.__globals__, "_made_by_kvtier", lambda _: True)
-    monkeypatch.setattr(Adapter, "_check_layout", lambda *_: None)
-    with attach(model, cache) as adapter, pytest.raises(TokenError, match="-7"):
-        adapter(cache.step((FakeSequence(), [1, -7, 3])))
+    with attach(model, cache) as adapter:
+        monkeypatch.setattr(type(adapter._family), "check_step", lambda *_: None)
+        with pytest.raises(TokenError, match="-7"):
+            adapter(cache.step((FakeSequence(), [1, -7, 3])))

@@ -248,7 +248,7 @@ class Adapter:
             self._check_fed(step)
         if device is None:
             device = step.to_device(pad_to=pad_to)
-        if not _made_by_kvtier(step):
+        if not isinstance(step, Step):
             self._family.check_step(step, device)
         rows, tokens = len(step.query_lens), len(step.input_ids)
         if tokens == 0:
@@ -282,8 +282,8 @@ class Adapter:
         """What must hold before anything of the step goes to the device."""
         self._check_attached()
         check_is_step(step)
-        if _made_by_kvtier(step):
-            self._check_layout(step)
+        if isinstance(step, Step):
+            self._check_layout(step.layout)
         self._check_ids(step)
 
     def _run(
@@ -369,9 +369,8 @@ class Adapter:
                 f"the model was attached as {self._place} and is {place} now; attach it again"
             )
 
-    def _check_layout(self, step: StepLike) -> None:
+    def _check_layout(self, layout: Layout) -> None:
         """Pages of another size or rings of another length would be read where they are not."""
-        layout: Layout = cast(Any, step).layout
         if layout is not self._layout and layout != self._layout:
             raise LayoutMismatch(
                 f"the step is of a cache of {layout.name!r} that is laid out otherwise than the "
@@ -476,10 +475,6 @@ def _place(family: Family) -> str:
     """Type and device of what attention computes with, by a norm: other weights may be packed."""
     parameters = family.layers[0].module.parameters()
     return next((f"{p.dtype} on {p.device}" for p in parameters if p.dim() == 1), "nothing")
-
-
-def _made_by_kvtier(step: object) -> bool:
-    return isinstance(step, Step)
 
 
 def _kind(step: StepLike, device: DeviceStepLike, bound: int | None, drafts: int) -> Kind:
