@@ -17,7 +17,7 @@ import resource
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -300,37 +300,35 @@ def _disk(path: Path, found: list[Finding]) -> dict[str, Any]:
         why = f"{place} cannot be written: {error.strerror}"
         found.append(Finding(why, "give it to this user, or name another disk_path", grave=True))
         return told
-    if not told["exists"]:
-        found.append(
-            Finding(
-                f"{path} is not there: a cache would make it, in {place}",
-                "if a disk belongs there, mount it first",
-            )
-        )
-    if told["filesystem"] in VOLATILE:
-        found.append(
-            Finding(
-                f"{place} is on {told['filesystem']}, which is memory: what is stored there does "
-                "not survive a reboot",
-                "use a local disk",
-            )
-        )
-    if not told["direct_io"]:
-        found.append(
-            Finding(
-                f"{told['filesystem'] or 'the file system'} at {place} takes no direct I/O: the "
-                "page cache will hold what the disk tier reads and writes",
-                "use a local ext4 or xfs for the disk tier",
-            )
-        )
-    if told["filesystem"] in NETWORK:
-        found.append(
-            Finding(
-                f"{place} is on {told['filesystem']}, a network file system",
-                "use a local disk: the index needs working locks and memory maps",
-            )
-        )
+    found.extend(_doubts(told))
     return told
+
+
+def _doubts(disk: Mapping[str, Any]) -> Iterator[Finding]:
+    """What speaks against a directory that can be written."""
+    place, kind = disk["place"], disk["filesystem"]
+    if not disk["exists"]:
+        yield Finding(
+            f"{disk['path']} is not there: a cache would make it, in {place}",
+            "if a disk belongs there, mount it first",
+        )
+    if kind in VOLATILE:
+        yield Finding(
+            f"{place} is on {kind}, which is memory: what is stored there does not survive a "
+            "reboot",
+            "use a local disk",
+        )
+    if not disk["direct_io"]:
+        yield Finding(
+            f"{kind or 'the file system'} at {place} takes no direct I/O: the page cache will hold "
+            "what the disk tier reads and writes",
+            "use a local ext4 or xfs for the disk tier",
+        )
+    if kind in NETWORK:
+        yield Finding(
+            f"{place} is on {kind}, a network file system",
+            "use a local disk: the index needs working locks and memory maps",
+        )
 
 
 def _nearest(path: Path) -> Path:
