@@ -136,11 +136,11 @@ class LeaseRecord:
         )
 
     def device_pages(self, pages: int) -> set[int]:
-        """Device frames that cannot be others' while it stands on its first ``pages`` pages: those
-        it reads and writes, and where these are its own of a page known before, the known one's
-        too."""
-        known = (node.copies[GPU] for node in self.nodes)
-        return {*self.frames[:pages], *(f for copy in known if copy for f in copy.frames)}
+        """Device frames that nobody else can have while it stands on its first ``pages`` pages:
+        theirs, and where one is a duplicate of a published page, also that page's, which it pins.
+        """
+        published = (node.copies[GPU] for node in self.nodes)
+        return {*self.frames[:pages], *(f for copy in published if copy for f in copy.frames)}
 
     @property
     def state_slot(self) -> int:

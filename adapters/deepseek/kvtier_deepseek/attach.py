@@ -238,10 +238,10 @@ class Adapter:
         Raises ConfigError for anything that is no step, what ``step.to_device()`` gave among it;
         KVTierError after ``detach``, where the model was moved or converted since it was attached,
         where a layer did not take part, and of V4 for a step that has run before, if more tokens of
-        a lease are in it than may be rejected: they have overwritten what they read.  TokenError
-        for an id outside the vocabulary and, without ``all_logits``, for a lease that is fed no
-        token (it has no last one), LayoutMismatch for a step of a cache with another layout and for
-        inconsistent hand-made metadata.
+        a lease are in it than may be rejected: they may have overwritten what they read;
+        TokenError for an id outside the vocabulary and, without ``all_logits``, for a lease that is
+        fed no token (it has no last one); LayoutMismatch for a step of a cache with another layout
+        and for inconsistent hand-made metadata.
         """
         self._check(step)
         if not all_logits:
@@ -384,14 +384,14 @@ class Adapter:
             raise TokenError(f"row {row} is fed no token, so it has no logits: leave it out")
 
     def _begin(self, step: StepLike) -> None:
-        """Rings hold what a step reads until they have turned too far."""
+        """Rings hold what a step reads until they have turned too far: then it is run only once."""
         most = self._max_rejected
         if most is None or not isinstance(step, Step) or int(step.query_lens.max()) <= most:
             return
         if step in self._begun:
             raise KVTierError(
-                f"this step has run before, and with more than {most} tokens of a lease it has "
-                "overwritten what they read: leave it with this error, then feed them again"
+                f"this step has run before, and with more than {most} tokens of a lease it may "
+                "have overwritten what they read: leave it with this error, then feed them again"
             )
         self._begun.add(step)
 
