@@ -372,21 +372,28 @@ def test_speculative_steps_wait_for_pages_that_are_still_being_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those of prompts, and those that verify, as ``generate``'s do."""
-    step, calls = Cache.step, 0
+    step, flush, room, steps = Cache.step, Cache.flush, False, 0
 
-    def every_other(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 2:
+    def one_step_for_a_flush(*args: Any, **options: Any) -> Any:
+        nonlocal room, steps
+        if not room:
             raise OutOfPages(1, 0)
+        room, steps = False, steps + 1
         return step(*args, **options)
+
+    def flushed(*args: Any, **options: Any) -> Any:
+        nonlocal room
+        room = True
+        return flush(*args, **options)
 
     with session("v3", "ngram") as (cache, adapter):
         prompt = [5, 6, 7] * 4
         text = generate(adapter, cache, prompt, 6).tokens
-        monkeypatch.setattr(Cache, "step", every_other)
+        monkeypatch.setattr(Cache, "step", one_step_for_a_flush)
+        monkeypatch.setattr(Cache, "flush", flushed)
         assert speculate(adapter, cache, prompt, 6, proposer=NGram(), chunk=4).tokens == text
-    assert calls > 6
+        assert generate(adapter, cache, prompt, 6).tokens == text
+    assert steps > 6
 
 
 def test_speculative_drafts_that_do_not_fit() -> None:
