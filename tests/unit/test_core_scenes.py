@@ -814,6 +814,28 @@ def test_pages_lists_parents_first() -> None:
     assert pages[0].tiers == {Tier.GPU} and pages[0].pins == 0
 
 
+def test_pages_on_their_way_to_the_device_go_down_only_once_they_are_there() -> None:
+    """A lease finds pages that another's restore brings from the disk past a host that was full:
+    a pack would read frames that nothing has been written to yet."""
+    made = plain(cpu=2, disk=8)
+    made.serve([1, 2, 3, 4])
+    made.cold(Tier.GPU, Tier.CPU)
+    made.serve([5, 6, 7, 8])
+    made.end(made.plane.oldest)  # packed; what stores them still reads the host's frames
+    first = lease(made, [1, 2, 3, 4, 0])
+    (restore,) = first.waits
+    assert not any(part.via for part in made.plane.live[restore].parts)
+    while others := made.plane.live.keys() - {restore}:
+        made.end(min(others))
+    second = lease(made, [1, 2, 3, 4, 0])
+    assert [op.kind for op in made.plane.live.values()] == [OpKind.RESTORE]
+    made.drain()
+    assert first.length == second.length == 4
+    lease(made, [1, 2, 3, 4, 0])
+    assert [op.kind for op in made.plane.live.values()] == [OpKind.PACK]
+    made.sound()
+
+
 # ---------------------------------------------------------------------- events
 def test_events_say_what_is_where() -> None:
     made = plain(cpu=2, disk=4)
