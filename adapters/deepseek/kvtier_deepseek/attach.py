@@ -18,14 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from kvtier import (
-    CacheClosed,
-    ConfigError,
-    KVTierError,
-    LayoutMismatch,
-    Step,
-    TokenError,
-)
+from kvtier import CacheClosed, ConfigError, KVTierError, LayoutMismatch, Step, TokenError
 from kvtier.kernels import check_budget, table
 from kvtier.layouts import Layout
 from kvtier_deepseek.decode import DecodeGraph

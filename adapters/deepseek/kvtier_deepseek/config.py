@@ -4,10 +4,13 @@ Picks the architecture; what its fields mean is read in ``mla.config``, ``v32.co
 ``v4.config``.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from kvtier import ConfigError
 from kvtier.layouts import Layout
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.mla import config as mla_config
@@ -19,6 +22,16 @@ __all__ = ["layout_for"]
 MODEL_TYPES = (*mla_config.MODEL_TYPES, *v32_config.MODEL_TYPES, *v4_config.MODEL_TYPES)
 
 
+@contextmanager
+def _as_unsupported() -> Iterator[None]:
+    """What a layout refuses is what the caller or the configuration gave, and is said once."""
+    try:
+        yield
+    except ConfigError as error:
+        raise UnsupportedModel(str(error)) from None
+
+
+@_as_unsupported()
 def layout_for(
     config: Any,
     *,

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from kvtier import ConfigError
 from kvtier.kernels import HeadDims
 from kvtier.layouts import Layout, mla
 from kvtier_deepseek.errors import UnsupportedModel
@@ -50,20 +49,17 @@ def layout_for(
     refuse_rope_type(mapping(config, "rope_parameters").get("rope_type", "default"))
     dims = head_dims(config)
     values = _dtype_name(config, dtype)
-    try:
-        return mla(
-            layers=size(config, "num_hidden_layers"),
-            latent_dim=dims.latent,
-            rope_dim=dims.rope,
-            dtype=values,
-            max_draft=max_draft,
-            rope_layout=_rope_layout(config),
-            page_tokens=PAGE_TOKENS if page_tokens is None else page_tokens,
-            **_window_options(config, dims, window_record),
-            **_draft_options(config, draft, values),
-        )
-    except ConfigError as error:  # what the caller or the configuration gave, said once
-        raise UnsupportedModel(str(error)) from None
+    return mla(
+        layers=size(config, "num_hidden_layers"),
+        latent_dim=dims.latent,
+        rope_dim=dims.rope,
+        dtype=values,
+        max_draft=max_draft,
+        rope_layout=_rope_layout(config),
+        page_tokens=PAGE_TOKENS if page_tokens is None else page_tokens,
+        **_window_options(config, dims, window_record),
+        **_draft_options(config, draft, values),
+    )
 
 
 def head_dims(config: Any) -> HeadDims:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from kvtier import ConfigError
 from kvtier.kernels import HeadDims
 from kvtier.layouts import Layout, mla_indexed
 from kvtier_deepseek.errors import UnsupportedModel
@@ -62,21 +61,18 @@ def layout_for(
             raise UnsupportedModel(f"{name} {value!r} is not one of {known} for deepseek_v32")
     model = attention_of(config)
     values = dtype if dtype is not None else getattr(config, "dtype", None)
-    try:
-        return mla_indexed(
-            layers=size(config, "num_hidden_layers"),
-            latent_dim=model.heads.latent,
-            rope_dim=model.heads.rope,
-            index_dim=model.index_dim,
-            dtype="bfloat16" if values is None else str(values).removeprefix("torch."),
-            record=record or RECORDS[0],
-            index_record=index_record or INDEX_RECORDS[0],
-            rope_layout=ROPE_LAYOUT,
-            page_tokens=PAGE_TOKENS if page_tokens is None else page_tokens,
-            max_draft=max_draft,
-        )
-    except ConfigError as error:  # what the caller or the configuration gave, said once
-        raise UnsupportedModel(str(error)) from None
+    return mla_indexed(
+        layers=size(config, "num_hidden_layers"),
+        latent_dim=model.heads.latent,
+        rope_dim=model.heads.rope,
+        index_dim=model.index_dim,
+        dtype="bfloat16" if values is None else str(values).removeprefix("torch."),
+        record=record or RECORDS[0],
+        index_record=index_record or INDEX_RECORDS[0],
+        rope_layout=ROPE_LAYOUT,
+        page_tokens=PAGE_TOKENS if page_tokens is None else page_tokens,
+        max_draft=max_draft,
+    )
 
 
 def attention_of(config: Any) -> Attention:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier import ConfigError
 from kvtier.layouts import Layout, swa_c4_c128
 from kvtier_deepseek.errors import UnsupportedModel
 from kvtier_deepseek.fields import count, is_size, refuse_rope_type, size
@@ -86,22 +85,19 @@ def layout_for(
         raise UnsupportedModel(
             f"sliding_window {model.window}: pages of {page} tokens do not end where a window does"
         )
-    try:
-        return swa_c4_c128(
-            layer_ratios=model.ratios,
-            record=record,
-            index_record=index_record,
-            head_dim=model.head_dim,
-            rope_dim=model.rope_dim,
-            index_dim=model.index_dim or PACKED_INDEX_DIM,
-            window=model.window,
-            page_tokens=page,
-            tail=tail,
-            max_draft=max_draft,
-            **_draft_options(config, draft, record),
-        )
-    except ConfigError as error:  # what the caller or the configuration gave, said once
-        raise UnsupportedModel(str(error)) from None
+    return swa_c4_c128(
+        layer_ratios=model.ratios,
+        record=record,
+        index_record=index_record,
+        head_dim=model.head_dim,
+        rope_dim=model.rope_dim,
+        index_dim=model.index_dim or PACKED_INDEX_DIM,
+        window=model.window,
+        page_tokens=page,
+        tail=tail,
+        max_draft=max_draft,
+        **_draft_options(config, draft, record),
+    )
 
 
 def _draft_options(config: Any, draft: str | None, record: str) -> dict[str, Any]:
