@@ -127,10 +127,8 @@ def absorbed(
         )
     out = torch.empty(n, heads, LATENT, dtype=query.dtype, device=query.device)
     lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
-    if n == 0 or heads == 0:
-        return out, lse
     sequences = batch.kv_lens_device.shape[0]
-    if not sequences:  # kernels look at a sequence before they know it is there
+    if not (n and heads and sequences):  # kernels look at a sequence before they know it is there
         return out.zero_(), lse.fill_(-torch.inf)
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")
     grid = triton_mla_parts.grid_of(batch, heads, _processors(query.device), workspace, fast=True)

@@ -90,7 +90,7 @@ def _launch(
     n, heads, _ = query.shape
     window_slots, extra_slots = slots
     blocks = triton.cdiv(heads, HEADS)
-    most = workspace // max(1, n * heads * (DIM + 1) * 4)
+    most = workspace // (n * heads * (DIM + 1) * 4)
     splits = max(1, min(splits_of(n * blocks, _processors(query.device)), most))
     out = torch.empty(n, heads, DIM, dtype=query.dtype, device=query.device)
     lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)

@@ -63,9 +63,8 @@ def absorbed(
     n, heads, _ = query.shape
     out = torch.empty(n, heads, LATENT, dtype=query.dtype, device=query.device)
     lse = torch.empty(n, heads, dtype=torch.float32, device=query.device)
-    if n == 0 or heads == 0:
-        return out, lse
-    if not batch.kv_lens_device.shape[0]:  # kernels look at a sequence before they know it is there
+    sequences = batch.kv_lens_device.shape[0]
+    if not (n and heads and sequences):  # kernels look at a sequence before they know it is there
         return out.zero_(), lse.fill_(-torch.inf)
     fast = _for_hopper(query, rows, batch, scale)
     workspace = parse_bytes(workspace_bytes, "workspace_bytes")
